@@ -1,0 +1,35 @@
+# Everything works from a fresh checkout with nothing else done: the environment is made on demand.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+ifndef RUN
+RUN := outputs/$(shell date +%Y-%m-%d/%H-%M-%S)
+endif
+
+.PHONY: train test lint clean
+.DEFAULT_GOAL := test
+
+# The pins were resolved on Python 3.11. torch comes first and alone, so that nothing else picks its build.
+$(STAMP): requirements-torch.txt requirements.txt setup.cfg pyproject.toml
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-torch.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
+train: $(STAMP)
+	$(BIN)/python -m edgc_ddp.train +experiment=default hydra.run.dir=$(RUN)
+	$(BIN)/python -m edgc_ddp.report $(RUN)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -n 2
+
+clean:
+	rm -rf $(VENV) build dist outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf src/*.egg-info
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,87 @@
+"""From measured times to the largest rank that pays, and from error curves to the warm-up's end.
+
+Pure functions of numbers (method section 3, "r_max by measurement" and "Warm-up end").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def next_trial(last: int, largest: int) -> int:
+    """The next rank to time: 2, 4, 8, ... and finally ``largest``; 0 when there is none.
+
+    >>> ranks = [0]
+    >>> while (rank := next_trial(ranks[-1], largest=24)): ranks.append(rank)
+    >>> ranks[1:]
+    [2, 4, 8, 16, 24]
+    """
+    return 0 if last >= largest else min(max(2, 2 * last), largest)
+
+
+def is_slower(seconds: float, dense_seconds: float) -> bool:
+    """Whether a rank takes longer than dense; an unmeasured time counts as slower.
+
+    >>> is_slower(0.2, 0.1), is_slower(0.1, 0.1), is_slower(math.nan, 0.1)
+    (True, False, True)
+    """
+    return not (math.isfinite(seconds) and seconds <= dense_seconds)
+
+
+def break_even(trials: Sequence[tuple[int, float]], dense_seconds: float) -> float:
+    """The rank at which averaging takes as long as dense: T^-1(T0), T piecewise linear.
+
+    ``trials`` are (rank, seconds) with ranks ascending. Without a slower trial the answer is the
+    last rank (T is not extrapolated); with an unmeasured one, the last rank known to pay; 0.0 when
+    the first trial is slower already.
+
+    >>> break_even([(2, 1.0), (4, 2.0), (8, 6.0)], dense_seconds=3.0)
+    5.0
+    >>> break_even([(2, 1.0), (4, 2.0)], dense_seconds=3.0)
+    4.0
+    >>> break_even([(2, 4.0)], dense_seconds=3.0)
+    0.0
+    """
+    rank_paid, seconds_paid = 0, math.nan
+    for rank, seconds in trials:
+        if is_slower(seconds, dense_seconds):
+            if rank_paid == 0 or not math.isfinite(seconds):
+                return float(rank_paid)
+            part = (dense_seconds - seconds_paid) / (seconds - seconds_paid)
+            return rank_paid + part * (rank - rank_paid)
+        rank_paid, seconds_paid = rank, seconds
+    return float(rank_paid)
+
+
+def measured_r_max(trials: Sequence[tuple[int, float]], dense_seconds: float) -> int:
+    """``4 floor(T^-1(T0) / 4)`` (method section 3); 0 when compression does not pay.
+
+    >>> measured_r_max([(16, 0.7417), (32, 1.4833), (64, 3.0167)], dense_seconds=3.0417)
+    64
+    >>> measured_r_max([(2, 1.0), (4, 2.0), (8, 6.0)], dense_seconds=5.5)
+    4
+    """
+    # The slack undoes rounding in the interpolation: 19.9999999 is 20, not 16.
+    return 4 * math.floor((break_even(trials, dense_seconds) + 1e-6) / 4)
+
+
+def default_r_min(r_max: int) -> int:
+    """A quarter of ``r_max`` (method section 3), at least 1.
+
+    >>> default_r_min(32), default_r_min(3)
+    (8, 1)
+    """
+    return max(1, r_max // 4)
+
+
+def error_at(curve: Sequence[float], rank: int) -> float | None:
+    """The energy that ``rank`` leaves on a measured curve, None when it was not measured.
+
+    A curve that starts without energy counts as not measured: a zero gradient tells nothing.
+
+    >>> error_at((9.0, 4.0, 1.0), 1), error_at((9.0, math.nan), 1), error_at((), 1)
+    (4.0, None, None)
+    """
+    measured = rank < len(curve) and math.isfinite(curve[rank]) and curve[0] > 0
+    return curve[rank] if measured else None

@@ -1,0 +1,138 @@
+"""The words that engine and controllers share: what can be compressed, what was seen, what to do.
+
+All of it is plain numbers. A controller never sees a tensor, so it can be tested without a process
+group, and every number it is given is equal on all ranks, so every rank decides alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+FOREVER = 2**62
+"""``Plan.until`` of a controller that never wants to be asked again."""
+
+
+@dataclass(frozen=True)
+class MatrixSpec:
+    """One parameter seen as a matrix, the shorter side first (``rows <= cols``)."""
+
+    name: str
+    rows: int
+    cols: int
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.cols
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a controller may decide about, in an order that is equal on all ranks."""
+
+    matrices: tuple[MatrixSpec, ...]
+    world_size: int = 1
+
+    @property
+    def numel(self) -> int:
+        return sum(matrix.numel for matrix in self.matrices)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the gradient is looked at between two decisions (method: GDS).
+
+    ``alpha`` is the share of iterations looked at, ``beta`` the share of entries used; ``estimator``
+    is a name of :data:`edgc_ddp.maths.entropy.ESTIMATORS` or a function of the same form.
+    """
+
+    alpha: float = 0.1
+    beta: float = 0.25
+    estimator: str | Callable[..., Any] = "gaussian"
+
+    def due(self, step: int) -> bool:
+        """Whether this iteration is one of the ``alpha`` share. Same answer on all ranks."""
+        return math.floor((step + 1) * self.alpha) > math.floor(step * self.alpha)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do from now until iteration ``until``: a rank for every matrix, 0 meaning dense."""
+
+    ranks: Mapping[str, int]
+    phase: str
+    until: int = FOREVER
+    sampling: Sampling | None = None
+    probe_rank: int = 0
+    """When > 0: on the last dense iteration of this plan, measure the energy that ranks
+    0..probe_rank would leave (``Observation.error_curve``)."""
+    reason: str = ""
+
+    @classmethod
+    def uniform(cls, layout: Layout, rank: int, phase: str, **options: Any) -> Plan:
+        """The same rank for every matrix, never above what the matrix has.
+
+        >>> layout = Layout((MatrixSpec("w", 4, 8), MatrixSpec("v", 64, 64)))
+        >>> dict(Plan.uniform(layout, 16, "fixed").ranks)
+        {'w': 4, 'v': 16}
+        """
+        ranks = {matrix.name: min(rank, matrix.rows) for matrix in layout.matrices}
+        return cls(ranks=ranks, phase=phase, **options)
+
+    def digest(self) -> str:
+        """Sixteen hex digits that differ when two plans differ."""
+        text = repr((sorted(self.ranks.items()), self.phase, self.until, self.probe_rank))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What was measured under the last plan, averaged over all ranks (so equal on all of them).
+
+    A number that could not be measured is ``nan`` (no finite sample in the window, say).
+    """
+
+    steps: int
+    """Iterations since the last decision."""
+    entropy: Mapping[str, float] = field(default_factory=dict)
+    """Per matrix, the window's mean of the sampled entropies, in nats."""
+    span_seconds: float = math.nan
+    """Median time from the first bucket's arrival to the last bucket's average."""
+    residual_share: Mapping[str, float] = field(default_factory=dict)
+    """Per matrix, energy that stays behind / energy of gradient plus residual, 0 when dense."""
+    error_curve: tuple[float, ...] = ()
+    """Energy of the averaged gradient that rank 0, 1, ... leaves, summed over the matrices."""
+
+    def mean_entropy(self, layout: Layout) -> float:
+        """Mean over all entries: each matrix weighs as many entries as it has."""
+        known = [
+            (matrix.numel, value)
+            for matrix in layout.matrices
+            if math.isfinite(value := self.entropy.get(matrix.name, math.nan))
+        ]
+        total = sum(numel for numel, _ in known)
+        return sum(numel * value for numel, value in known) / total if total else math.nan
+
+    def mean_residual(self) -> float:
+        """Plain mean of the matrices' residual shares; nan when there are none."""
+        shares = list(self.residual_share.values())
+        return sum(shares) / len(shares) if shares else math.nan
+
+
+State = dict[str, Any]
+"""A controller's memory: plain values only, since it travels in checkpoints."""
+
+
+class Controller(Protocol):
+    """Who decides the ranks. Pure: equal arguments give equal answers, on every rank, for ever."""
+
+    def init(self, layout: Layout) -> State:
+        """The memory before the first decision."""
+
+    def decide(
+        self, state: State, observation: Observation | None, step: int
+    ) -> tuple[State, Plan]:
+        """The plan from iteration ``step`` on. ``observation`` is None on the first call only."""

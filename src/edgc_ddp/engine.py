@@ -1,0 +1,234 @@
+"""Carries each iteration from local gradients to averages, and asks the controller at window ends.
+
+Everything but :meth:`Engine.submit` runs in the lane, in one order on all ranks: a decision taken at
+the head of an iteration is in force before that iteration's first bucket is compressed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from edgc_ddp.decisions import Controller, Layout, Observation, Plan
+from edgc_ddp.lane import Lane, Mark, Task, TensorFuture, open_lane
+from edgc_ddp.memory import ParameterMemory
+from edgc_ddp.observer import Observer
+from edgc_ddp.progress import Progress
+from edgc_ddp.reducers.bucket import Bucket, Settings
+from edgc_ddp.reducers.dense import reduce_dense
+from edgc_ddp.reducers.low_rank import reduce_low_rank
+from edgc_ddp.registry import Registry
+
+
+class Engine:
+    """The moving part of one :class:`edgc_ddp.EDGCState`."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        registry: Registry,
+        settings: Settings,
+        process_group: dist.ProcessGroup | None,
+        start_iter: int,
+    ) -> None:
+        self.controller = controller
+        self.registry = registry
+        self.memory: ParameterMemory = registry.memory
+        self.settings = settings
+        self.process_group = process_group
+        self.progress = Progress(Plan({}, phase="start", until=start_iter))
+        self.layout: Layout | None = None
+        self.observer: Observer | None = None
+        self._lane: Lane | None = None
+        self._began: Mark | None = None
+        self._started = self._finished = 0
+        self._last_started = False
+
+    def submit(self, bucket: dist.GradBucket) -> TensorFuture:
+        """Start averaging one bucket. Called by DDP, in bucket order, while backward goes on."""
+        buffer = bucket.buffer()
+        if self._lane is None:
+            self._lane = open_lane(self.process_group, buffer.device)
+            self._check_world_size(self._lane)
+        lane = self._lane
+        if buffer.device != lane.device:
+            raise RuntimeError(
+                f"edgc_hook met gradients on {buffer.device} after gradients on {lane.device}: a model "
+                "on several devices is not supported. Wrap one device's part in DDP at a time."
+            )
+        view = Bucket(buffer, self.registry.slots(bucket.parameters()))
+        first, last = bucket.index() == 0, bucket.is_last()
+        began = lane.mark() if first else None
+        return lane.submit(lambda: self._average(view, lane, began, last))
+
+    def close(self) -> None:
+        """Stop the worker thread. The state stays readable."""
+        if self._lane is not None:
+            self._lane.close()
+
+    def _check_world_size(self, lane: Lane) -> None:
+        """A state may be loaded before the process group exists; its size is known only now."""
+        if self.observer is not None:
+            self.observer.move_to(lane.device)
+        if self.layout is not None and self.layout.world_size != lane.world_size:
+            raise ValueError(
+                f"the loaded state is one of {self.layout.world_size} ranks, this run has "
+                f"{lane.world_size}: join the states of all ranks first, "
+                "edgc_ddp.checkpoint.merge([...], world_size)"
+            )
+
+    def _average(self, bucket: Bucket, lane: Lane, began: Mark | None, last: bool) -> Task:
+        """One bucket's task. ``began`` is given with the first bucket of an iteration."""
+        if began is not None:
+            self._begin_iteration(lane, began)
+        self._started += 1
+        self._last_started = last
+        progress = self.progress
+        progress.dense_bytes += lane.traffic(bucket.buffer.numel() * bucket.buffer.element_size())
+        observer = self._sample(bucket)
+        if any(self.settings.compresses(slot) for slot in bucket.slots):
+            average = yield from reduce_low_rank(
+                bucket, lane, self.settings, self.memory, observer
+            )
+        else:
+            average = yield from reduce_dense(bucket, lane)
+            self._probe(bucket)
+        self._finished += 1
+        # Buckets may finish out of order, but they start in order: after the last one's start, the
+        # iteration is over when as many have finished as have started.
+        if self._last_started and self._finished == self._started:
+            self._end_iteration(lane)
+        return average
+
+    def _begin_iteration(self, lane: Lane, began: Mark) -> None:
+        self._began = began
+        self._started = self._finished = 0
+        self._last_started = False
+        if self.progress.step >= self.progress.plan.until:
+            self._decide(lane)
+
+    def _end_iteration(self, lane: Lane) -> None:
+        progress = self.progress
+        if self.observer is not None:
+            assert self._began is not None
+            self.observer.spans.append((self._began, lane.mark()))
+            self.observer.steps += 1
+        if rank := self.mean_rank():
+            progress.rank_sum += rank
+            progress.compressed_steps += 1
+        progress.step += 1
+        self.registry.closed = True
+        progress.sent_bytes += lane.sent_bytes
+        lane.sent_bytes = 0.0
+
+    def _sample(self, bucket: Bucket) -> Observer | None:
+        """On sampled iterations, look at the local gradient; the observer if there is more to see."""
+        plan, step = self.progress.plan, self.progress.step
+        if self.observer is None or plan.sampling is None or not plan.sampling.due(step):
+            return None
+        for item in bucket.items(bucket.buffer):
+            if item.slot.index >= 0:
+                grad_MN = item.slot.as_matrix(item.flat)
+                self.observer.sample(item.slot.index, grad_MN, plan, step)
+        return self.observer
+
+    def _probe(self, bucket: Bucket) -> None:
+        """On the last dense iteration of a plan that asks for it, measure the error of each rank."""
+        plan = self.progress.plan
+        if self.observer is None or not plan.probe_rank or self.progress.step != plan.until - 1:
+            return
+        for item in bucket.items(bucket.buffer):
+            if item.slot.index >= 0:
+                self.observer.probe(item.slot.as_matrix(item.flat))
+
+    def _decide(self, lane: Lane) -> None:
+        """Agree on what was seen, ask the controller, check that all ranks got the same answer."""
+        progress = self.progress
+        if self.layout is None:
+            self.layout = self.registry.layout(lane.world_size)
+        if progress.controller_state is None:
+            progress.controller_state = self.controller.init(self.layout)
+        observation = self._observe(lane)
+        progress.controller_state, plan = self.controller.decide(
+            progress.controller_state, observation, progress.step
+        )
+        plan = _checked(plan, self.layout, progress.step)
+        lane.require_equal(plan.digest(), lambda: _describe(plan))
+        for matrix in self.layout.matrices:
+            slot = self.memory.slots[matrix.name]
+            self.memory.set_rank(slot, plan.ranks[matrix.name], lane.device)
+        progress.plan = plan
+        if self.observer is None:
+            self.observer = Observer(self.layout, lane.device)
+        self.observer.reset(plan.probe_rank)
+        progress.history.append(
+            {
+                "step": progress.step,
+                "phase": plan.phase,
+                "reason": plan.reason,
+                "entropy": progress.entropy,
+                "residual": progress.residual,
+                "span_seconds": progress.span_seconds,
+                "ranks": self.effective_ranks(),
+            }
+        )
+
+    def _observe(self, lane: Lane) -> Observation | None:
+        observer, progress = self.observer, self.progress
+        if observer is None:
+            return None
+        assert self.layout is not None
+        total = lane.sum_over_ranks(observer.vector(self.spans()))
+        observation = observer.observation(total, lane.world_size)
+        entropy = observation.mean_entropy(self.layout)
+        progress.entropy = entropy if math.isfinite(entropy) else progress.entropy
+        progress.residual = observation.mean_residual()
+        progress.span_seconds = observation.span_seconds
+        return observation
+
+    def spans(self) -> list[float]:
+        """Seconds that each iteration of this window took to average. Waits for the device."""
+        known = self.observer.spans if self.observer is not None else []
+        read = self._lane.seconds if self._lane is not None else None
+        return [s if isinstance(s, float) or read is None else read(*s) for s in known]
+
+    def effective_ranks(self) -> dict[str, int]:
+        """The rank in force for every matrix; 0 where it is averaged dense."""
+        if self.layout is None:
+            return {}
+        slots = (self.memory.slots[matrix.name] for matrix in self.layout.matrices)
+        return {s.name: s.rank if self.settings.compresses(s) else 0 for s in slots}
+
+    def mean_rank(self) -> float:
+        """Mean rank of the matrices that are compressed now; 0 when none is."""
+        ranks = [rank for rank in self.effective_ranks().values() if rank]
+        return sum(ranks) / len(ranks) if ranks else 0.0
+
+
+def _checked(plan: Plan, layout: Layout, step: int) -> Plan:
+    """A controller is a stranger's code: refuse what would break the average, name what it gave."""
+    names = {matrix.name for matrix in layout.matrices}
+    if set(plan.ranks) != names:
+        odd = sorted(set(plan.ranks) ^ names)[0]
+        raise ValueError(
+            f"the controller's plan and the model differ in matrix {odd!r}: a plan names every matrix "
+            "of the layout and nothing else (0 = dense)"
+        )
+    for name, rank in plan.ranks.items():
+        if not isinstance(rank, int) or rank < 0:
+            raise ValueError(f"the controller gave rank {rank!r} for {name!r}: expected an int >= 0")
+    if plan.until <= step:
+        raise ValueError(
+            f"the controller's plan ends at iteration {plan.until}, but it is {step} now: give a later "
+            "`until`"
+        )
+    return replace(
+        plan, ranks={m.name: min(plan.ranks[m.name], m.rows) for m in layout.matrices}
+    )
+
+
+def _describe(plan: Plan) -> str:
+    ranks = ", ".join(f"{name}: {rank}" for name, rank in plan.ranks.items())
+    return f"<{plan.phase} until {plan.until}, ranks {{{ranks}}}>"

@@ -1,0 +1,30 @@
+"""The function that DDP calls."""
+
+# No `from __future__ import annotations` here: DDP checks the annotations as objects.
+import torch
+import torch.distributed as dist
+
+from edgc_ddp.state import EDGCState
+
+
+def edgc_hook(
+    state: EDGCState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook: averages a bucket as the state's controller has planned.
+
+    Use it through ``ddp.register_comm_hook(state, edgc_hook)``, before the first backward.
+
+    Args:
+        state: the :class:`edgc_ddp.EDGCState` of this model.
+        bucket: DDP's bucket of local gradients, not divided by the world size.
+
+    Returns:
+        A future of the bucket's buffer, averaged in place. Errors of the worker thread arrive in it, so
+        that ``backward`` raises them.
+    """
+    if not isinstance(bucket, dist.GradBucket):
+        raise RuntimeError(
+            "edgc_hook was given single gradients instead of DDP buckets, as "
+            'torch._dynamo.config.optimize_ddp = "python_reducer" does: use the default, "ddp_optimizer"'
+        )
+    return state.engine.submit(bucket)

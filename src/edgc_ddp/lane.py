@@ -1,0 +1,270 @@
+"""The only place that issues collectives, and issues them in one order on all ranks.
+
+A bucket's average is written as a generator (see ``reducers/``): it starts a collective through
+:class:`Lane`, yields the handle, and goes on once the collective is done. The same text then runs
+
+- on CPU tensors (:class:`ThreadLane`) on one worker thread that owns two process groups. Each group
+  sees its collectives in bucket order whatever the timing, because part k of a bucket runs only after
+  part k of the bucket before it, and part k uses channel k alone. So bucket 1's first all-reduce may
+  travel beside bucket 0's second one without any rank seeing another order;
+- on CUDA tensors (:class:`StreamLane`) straight through on a side stream, on DDP's own process group
+  (several NCCL communicators in flight would need one order of their own).
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from datetime import timedelta
+from typing import Any, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CHANNELS = 2
+"""Dependent collectives a bucket may need: factors P and small tensors first, factors Q second."""
+
+
+class Handle(Protocol):
+    """A collective that was started."""
+
+    def wait(self) -> Any: ...
+
+
+Task: TypeAlias = Generator[Handle, None, Tensor]
+Mark: TypeAlias = "float | torch.cuda.Event"
+TensorFuture: TypeAlias = "torch.futures.Future[Tensor]"
+
+
+class Lane:
+    """Collectives over one process group, with the bytes they send counted."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.world_size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.device = device
+        self.sent_bytes = 0.0
+        """Bytes this rank has sent: 2 (W-1)/W of each payload, as a ring all-reduce does."""
+        self._channels = [group] * CHANNELS
+
+    def all_reduce(self, tensor: Tensor, channel: int) -> Handle:
+        """Start summing ``tensor`` over all ranks, in place."""
+        self.sent_bytes += self.traffic(tensor.numel() * tensor.element_size())
+        work = dist.all_reduce(tensor, group=self._channels[channel], async_op=True)
+        assert work is not None
+        return work
+
+    def traffic(self, payload_bytes: float) -> float:
+        """Bytes one rank sends to all-reduce a payload of this size."""
+        return payload_bytes * 2 * (self.world_size - 1) / self.world_size
+
+    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
+        """The element-wise sum over ranks, equal to the last bit on all of them. Blocks."""
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        self.all_reduce(total, channel=0).wait()
+        result: list[float] = total.tolist()
+        return result
+
+    def require_equal(self, digest: str, describe: Callable[[], str]) -> None:
+        """Raise RuntimeError on all ranks, with two ranks' descriptions, unless digests agree."""
+        mine = torch.tensor([int(digest[:15], 16)], dtype=torch.int64, device=self.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(everyone, mine, group=self._channels[0])
+        self.sent_bytes += 8.0 * (self.world_size - 1)
+        values = [int(value.item()) for value in everyone]
+        odd = next((r for r, value in enumerate(values) if value != values[0]), None)
+        if odd is None:
+            return
+        texts: list[Any] = [None] * self.world_size
+        dist.all_gather_object(texts, describe(), group=self._channels[0])
+        raise RuntimeError(
+            "the ranks decided on different plans, so their gradients could not be averaged: "
+            f"rank 0 has {texts[0]}, rank {odd} has {texts[odd]}. A controller must decide from its "
+            "arguments alone: no random numbers, clocks, or values that differ between ranks."
+        )
+
+    def mark(self) -> Mark:
+        """A point in time on this lane."""
+        return time.perf_counter()
+
+    def seconds(self, begin: Mark, end: Mark) -> float:
+        """Time between two marks."""
+        assert isinstance(begin, float) and isinstance(end, float)
+        return end - begin
+
+    def submit(self, make_task: Callable[[], Task]) -> TensorFuture:
+        """Run the task behind all earlier ones; the future carries its result or its error."""
+        raise AssertionError("a lane is a ThreadLane or a StreamLane")
+
+    def close(self) -> None:
+        """Give back what the lane holds. Idempotent."""
+
+
+class StreamLane(Lane):
+    """Runs each task at once on a side stream; waiting blocks that stream and never the host."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        self._stream = torch.cuda.Stream(device)
+
+    def submit(self, make_task: Callable[[], Task]) -> TensorFuture:
+        # The gradients are written by the stream that backward runs on.
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        future: TensorFuture = torch.futures.Future(devices=[self.device])
+        with torch.cuda.stream(self._stream):
+            task = make_task()
+            try:
+                while True:
+                    next(task).wait()
+            except StopIteration as finished:
+                # Records an event on the side stream, which DDP's stream then waits for.
+                future.set_result(finished.value)
+        return future
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: Mark, end: Mark) -> float:
+        assert isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
+
+
+class _Running:
+    """A task on the worker thread, with how far it has come."""
+
+    def __init__(self, make_task: Callable[[], Task]) -> None:
+        self.make_task = make_task
+        self.task: Task | None = None
+        self.parts_run = 0
+        self.ready = True
+        self.handle: Handle | None = None
+        self.error: BaseException | None = None
+        self.future: TensorFuture = torch.futures.Future()
+
+
+class ThreadLane(Lane):
+    """Runs tasks on one worker thread that owns its process groups.
+
+    With Gloo, completion callbacks come in a different order on each rank; issuing the next collective
+    from them aborts or hangs. Here they only wake the worker, which alone decides what comes next.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        members = dist.get_process_group_ranks(group)
+        options: dict[str, Any] = {"timeout": _timeout_of(group, device)}
+        if len(members) < dist.get_world_size():
+            # Ranks outside the group never run this line, so they cannot be waited for.
+            options["use_local_synchronization"] = True
+        backend = "mpi" if dist.get_backend(group) == "mpi" else "gloo"
+        self._channels = [
+            dist.new_group(members, backend=backend, **options) for _ in range(CHANNELS)
+        ]
+        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._running: deque[_Running] = deque()
+        self._broken: BaseException | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="edgc-lane", daemon=True)
+        self._thread.start()
+        _OPEN.add(self)
+
+    def submit(self, make_task: Callable[[], Task]) -> TensorFuture:
+        running = _Running(make_task)
+        # `then` turns a Python exception into an error that DDP's C++ side can rethrow with its text.
+        outcome: TensorFuture = running.future.then(lambda future: future.wait())
+        self._events.put(lambda: self._running.append(running))
+        return outcome
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._events.put(None)
+            if threading.current_thread() is not self._thread:
+                self._thread.join(timeout=5)
+
+    def _serve(self) -> None:
+        while (event := self._events.get()) is not None:
+            event()
+            while self._advance():
+                pass
+
+    def _advance(self) -> bool:
+        """Run one part of one task, the oldest that may; False when all must wait."""
+        before: _Running | None = None
+        for running in self._running:
+            if running.ready and (before is None or before.parts_run > running.parts_run):
+                self._run_part(running)
+                return True
+            before = running
+        return False
+
+    def _run_part(self, running: _Running) -> None:
+        running.ready = False
+        running.parts_run += 1
+        try:
+            if self._broken is not None:
+                raise self._broken
+            if running.error is not None:
+                raise running.error
+            if running.task is None:
+                running.task = running.make_task()
+            running.handle = next(running.task)
+            self._wake_after(running)
+        except StopIteration as finished:
+            self._running.remove(running)
+            running.future.set_result(finished.value)
+        except BaseException as error:  # noqa: B036 - it must reach the trainer, whatever it is
+            # Later buckets would wait for collectives that this rank will no longer issue.
+            self._broken = error
+            self._running.remove(running)
+            shown = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            running.future.set_exception(shown)
+
+    def _wake_after(self, running: _Running) -> None:
+        def completed(future: torch.futures.Future[Any]) -> None:
+            error: BaseException | None = None
+            try:
+                future.wait()
+            except Exception as failure:
+                error = failure
+
+            def note() -> None:
+                running.ready, running.error = True, error
+
+            self._events.put(note)
+
+        assert isinstance(running.handle, dist.Work)
+        running.handle.get_future().add_done_callback(completed)
+
+
+_OPEN: weakref.WeakSet[ThreadLane] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for lane in list(_OPEN):
+        lane.close()
+
+
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    return group._get_backend(device).options._timeout  # type: ignore[no-any-return]
+
+
+def open_lane(group: dist.ProcessGroup | None, device: torch.device) -> Lane:
+    """The lane for tensors on this device. Collective: all ranks of the group must call it."""
+    group = group if group is not None else dist.group.WORLD
+    if group is None:
+        raise RuntimeError(
+            "edgc_hook ran before torch.distributed.init_process_group: initialise the process group, "
+            "wrap the model in DistributedDataParallel, then register the hook"
+        )
+    return StreamLane(group, device) if device.type == "cuda" else ThreadLane(group, device)

@@ -1,0 +1,128 @@
+"""What is remembered of every parameter between iterations: its residual and its basis.
+
+DDP rebuilds its buckets while it runs, so nothing is keyed by bucket: a :class:`Slot` belongs to a
+parameter and is found by the parameter's name.
+
+Shapes: M <= N the sides of a gradient matrix, R its rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from edgc_ddp.decisions import MatrixSpec
+from edgc_ddp.maths.orthogonal import extend_basis, random_basis, shrink_basis
+
+
+def stored_shape(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """The shape in which a parameter's gradient lies in DDP's bucket.
+
+    DDP lays a gradient out like its parameter, so a ``.t()`` or channels_last weight is permuted
+    there; a parameter with gaps or overlaps is laid out plainly.
+
+    >>> stored_shape((3, 5), (1, 3))
+    (5, 3)
+    >>> stored_shape((8, 3, 2, 2), (12, 1, 6, 3))
+    (8, 2, 2, 3)
+    """
+    order = sorted(range(len(shape)), key=lambda axis: (-strides[axis], axis))
+    expected = 1
+    for axis in reversed([axis for axis in order if shape[axis] != 1]):
+        if strides[axis] != expected:
+            return tuple(shape)
+        expected *= shape[axis]
+    return tuple(shape[axis] for axis in order)
+
+
+def matrix_shape(stored: Sequence[int]) -> tuple[int, int] | None:
+    """The two sides of the matrix that a parameter folds into, or None when it has none.
+
+    >>> matrix_shape((64, 3, 3, 16)), matrix_shape((10,)), matrix_shape((1, 7))
+    ((64, 144), None, None)
+    """
+    wide = [side for side in stored if side != 1]
+    if len(wide) < 2 or 0 in wide:
+        return None
+    return wide[0], math.prod(wide[1:])
+
+
+@dataclass
+class Slot:
+    """One parameter's place. ``sides`` is None for what is always averaged dense."""
+
+    name: str
+    numel: int
+    sides: tuple[int, int] | None
+    index: int = -1
+    """Position in the layout; -1 until the layout is known."""
+    rank: int = 0
+    """Rank in force; 0 = dense."""
+    residual: Tensor | None = None
+    """What this rank has failed to send so far, flat, in ``residual_dtype``."""
+    basis_NR: Tensor | None = None
+    """The last averaged factor Q: where the next power iteration starts."""
+
+    @property
+    def spec(self) -> MatrixSpec | None:
+        if self.sides is None:
+            return None
+        return MatrixSpec(self.name, min(self.sides), max(self.sides))
+
+    def move_to(self, device: torch.device) -> None:
+        """Bring what a checkpoint left elsewhere to where the gradient is."""
+        if self.residual is not None:
+            self.residual = self.residual.to(device)
+        if self.basis_NR is not None:
+            self.basis_NR = self.basis_NR.to(device)
+
+    def as_matrix(self, flat: Tensor) -> Tensor:
+        """View ``numel`` contiguous entries as the matrix, its shorter side first."""
+        assert self.sides is not None
+        matrix = flat.view(self.sides)
+        return matrix if self.sides[0] <= self.sides[1] else matrix.t()
+
+
+@dataclass
+class ParameterMemory:
+    """All slots of one model, in the order in which they were first met."""
+
+    seed: int
+    residual_dtype: torch.dtype
+    slots: dict[str, Slot] = field(default_factory=dict)
+
+    def set_rank(self, slot: Slot, rank: int, device: torch.device) -> None:
+        """Move one parameter to another rank, keeping its residual and what its basis has learnt.
+
+        At rank 0 the basis goes and the residual stays, until it has been added to a dense average.
+        """
+        slot.rank = rank
+        if rank == 0:
+            slot.basis_NR = None
+            return
+        assert slot.spec is not None and rank <= slot.spec.rows
+        generator = torch.Generator().manual_seed(self._seed_of(slot, rank))
+        if slot.basis_NR is None:
+            fresh = random_basis(slot.spec.cols, rank, generator)
+            slot.basis_NR = fresh.to(device)
+        elif slot.basis_NR.shape[1] > rank:
+            slot.basis_NR = shrink_basis(slot.basis_NR, rank)
+        elif slot.basis_NR.shape[1] < rank:
+            # Grown on the host, so that every device type draws the same columns.
+            grown = extend_basis(slot.basis_NR.cpu(), rank, generator)
+            slot.basis_NR = grown.to(device)
+
+    def _seed_of(self, slot: Slot, rank: int) -> int:
+        text = f"{self.seed}/{slot.name}/{rank}".encode()
+        return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
+
+    def ensure_residual(self, slot: Slot, device: torch.device) -> Tensor:
+        """The residual of a slot, zero at first."""
+        if slot.residual is None:
+            slot.residual = torch.zeros(slot.numel, dtype=self.residual_dtype, device=device)
+        return slot.residual

@@ -1,0 +1,120 @@
+"""Collects what controllers decide on (method: GDS), as small tensors until a window ends.
+
+Nothing here reads a value on the host while gradients are in flight; :meth:`Observer.vector` does,
+once per window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edgc_ddp.decisions import Layout, Observation, Plan
+from edgc_ddp.lane import Mark
+from edgc_ddp.maths.entropy import resolve_estimator
+from edgc_ddp.maths.orthogonal import orthonormalise, random_basis
+
+_FIELDS = 4  # entropy sum, entropy count, energy before, energy left
+
+
+class Observer:
+    """Accumulators of one window."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.layout = layout
+        self.device = device
+        self.spans: list[float | tuple[Mark, Mark]] = []
+        """Seconds, or the two marks between which they will be read."""
+        self.steps = 0
+        self.reset(probe_rank=0)
+
+    def reset(self, probe_rank: int) -> None:
+        """Begin a window."""
+        self.steps = 0
+        self.spans = []
+        count = len(self.layout.matrices)
+        # Float32 on the device is enough for means of a window and runs everywhere.
+        self.sums = torch.zeros(count, _FIELDS, device=self.device)
+        self.curve = torch.zeros(probe_rank + 1 if probe_rank else 0, device=self.device)
+
+    def move_to(self, device: torch.device) -> None:
+        """Bring what a checkpoint left elsewhere to where the gradients are."""
+        self.device = device
+        self.sums, self.curve = self.sums.to(device), self.curve.to(device)
+
+    def state_dict(self, spans: Sequence[float]) -> dict[str, Any]:
+        """The window so far; ``spans`` in seconds."""
+        return {
+            "steps": self.steps,
+            "spans": list(spans),
+            "sums": self.sums.clone(),
+            "curve": self.curve.clone(),
+        }
+
+    def load_state_dict(self, window: Mapping[str, Any]) -> None:
+        """Go on in the middle of a window."""
+        self.steps, self.spans = window["steps"], list(window["spans"])
+        self.sums = window["sums"].clone().to(self.device)
+        self.curve = window["curve"].clone().to(self.device)
+
+    def sample(self, index: int, grad_MN: Tensor, plan: Plan, step: int) -> None:
+        """Take one matrix's entropy. ``grad_MN`` is this rank's own gradient, before compression:
+        what compression leaves would measure the rank, and a falling rank would feed on itself."""
+        assert plan.sampling is not None
+        estimator = resolve_estimator(plan.sampling.estimator)
+        entropy = estimator(grad_MN, plan.sampling.beta, step)
+        known = torch.isfinite(entropy)
+        self.sums[index, 0] += torch.where(known, entropy, 0.0).to(self.sums.dtype)
+        self.sums[index, 1] += known.to(self.sums.dtype)
+
+    def energy(self, index: int, before: Tensor, sent: Tensor) -> None:
+        """Note squared norms of gradient plus residual and of what was sent of it.
+
+        With orthonormal P the residual's energy is their difference, so no pass over it is needed.
+        """
+        known = torch.isfinite(before) & torch.isfinite(sent)
+        self.sums[index, 2] += torch.where(known, before, 0.0)
+        self.sums[index, 3] += torch.where(known, (before - sent).clamp(min=0), 0.0)
+
+    def probe(self, average_MN: Tensor) -> None:
+        """Add the energy that one pass at rank 0, 1, ... would leave of an averaged gradient.
+
+        One factorisation serves all ranks: the first k columns of P depend on the first k of Q.
+        """
+        rows, cols = average_MN.shape
+        average_MN = average_MN.to(self.curve.dtype)
+        rank = min(len(self.curve) - 1, rows)
+        q_NR = random_basis(cols, rank, torch.Generator().manual_seed(cols)).to(average_MN)
+        p_MR = orthonormalise(average_MN @ q_NR)
+        captured_R = (average_MN.t() @ p_MR).square().sum(0).cumsum(0)
+        total = average_MN.square().sum()
+        self.curve[0] += total
+        self.curve[1 : rank + 1] += (total - captured_R).clamp(min=0)
+        self.curve[rank + 1 :] += (total - captured_R[-1]).clamp(min=0)
+
+    def vector(self, spans: Sequence[float]) -> list[float]:
+        """This rank's measurements, to be summed over ranks; ``spans`` in seconds."""
+        span = median(spans) if spans else math.nan
+        return [*self.sums.double().flatten().tolist(), span, *self.curve.double().tolist()]
+
+    def observation(self, total: Sequence[float], world_size: int) -> Observation:
+        """What the sum of all ranks' vectors says."""
+        matrices = self.layout.matrices
+        entropy, residual = {}, {}
+        for index, matrix in enumerate(matrices):
+            h_sum, h_count, before, left = total[index * _FIELDS : (index + 1) * _FIELDS]
+            entropy[matrix.name] = h_sum / h_count if h_count else math.nan
+            residual[matrix.name] = left / before if before > 0 else 0.0
+        rest = total[len(matrices) * _FIELDS :]
+        return Observation(
+            steps=self.steps,
+            entropy=entropy,
+            residual_share=residual,
+            span_seconds=rest[0] / world_size,
+            error_curve=tuple(value / world_size for value in rest[1:]),
+        )

@@ -1,0 +1,1 @@
+"""How one bucket becomes its average: dense, or as low-rank factors."""

@@ -1,0 +1,316 @@
+"""A run folder as plain numbers. Whatever a killed or still going run has left out is tolerated."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+METRICS, CONFIG, ENVIRONMENT = "metrics.jsonl", "config.yaml", "environment.json"
+
+Row = dict[str, Any]
+Series = NDArray[np.float64]
+
+
+def number(value: object) -> float:
+    """A JSON value as a float; nan for whatever is no number.
+
+    >>> number(3), number(None), number("x"), number(True)
+    (3.0, nan, nan, nan)
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return math.nan
+    return float(value)
+
+
+def first_finite(values: Iterable[float]) -> float:
+    """The first finite one, nan without any.
+
+    >>> first_finite([math.nan, 2.0, 3.0])
+    2.0
+    """
+    return next((value for value in values if math.isfinite(value)), math.nan)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Iterations ``first`` to ``last``, both in run steps, spent in one phase."""
+
+    phase: str
+    first: float
+    last: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run. Rows are in order of their step, one per step and kind, the latest written."""
+
+    folder: Path
+    steps: tuple[Row, ...] = ()
+    decisions: tuple[Row, ...] = ()
+    evals: tuple[Row, ...] = ()
+    summary: Row | None = None
+    """None while the run is still going, or when it was killed."""
+    config: Row | None = None
+    environment: Row | None = None
+    notes: tuple[str, ...] = ()
+    """What was missing or unreadable, one sentence each."""
+
+    def series(self, key: str) -> tuple[Series, Series]:
+        """Steps and values of one key of the step rows, nan where it was not measured.
+
+        >>> run = Run(Path("r"), steps=({"step": 1, "loss": 2.5}, {"step": 2, "loss": None}))
+        >>> run.series("loss")
+        (array([1., 2.]), array([2.5, nan]))
+        """
+        return column(self.steps, "step"), column(self.steps, key)
+
+    def setting(self, dotted: str) -> Any:
+        """One value of the configuration by its dotted name, None when it has none.
+
+        >>> Run(Path("r"), config={"controller": {"r_max": 32}}).setting("controller.r_max")
+        32
+        """
+        value: Any = self.config
+        for key in dotted.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+    @cached_property
+    def first_step(self) -> int:
+        return min((int(row["step"]) for row in self._timed), default=0)
+
+    @cached_property
+    def last_step(self) -> int:
+        return max((int(row["step"]) for row in self._timed), default=0)
+
+    @property
+    def _timed(self) -> tuple[Row, ...]:
+        return self.steps or self.decisions or self.evals
+
+    @cached_property
+    def phases(self) -> tuple[Span, ...]:
+        """The run cut where its phase changes, without gaps."""
+        rows = [row for row in self.steps or self.decisions if isinstance(row.get("phase"), str)]
+        starts = [
+            (row["phase"], row["step"])
+            for before, row in zip([None, *rows], rows, strict=False)
+            if before is None or before["phase"] != row["phase"]
+        ]
+        ends = [step for _, step in starts[1:]] + [self.last_step]
+        return tuple(
+            Span(phase, first, last) for (phase, first), last in zip(starts, ends, strict=True)
+        )
+
+    @property
+    def controller(self) -> str:
+        """The controller's name, "" when nothing tells."""
+        told = (self.summary or {}).get("controller")
+        target = told if isinstance(told, str) else self.setting("controller._target_")
+        return str(target).rsplit(".", 1)[-1] if target else ""
+
+    def total(self, key: str) -> float:
+        """A number of the summary, or of the last step that has it; nan without any."""
+        rows = [self.summary or {}, *reversed(self.steps)]
+        return first_finite(number(row.get(key)) for row in rows)
+
+    @property
+    def val_loss(self) -> float:
+        """Nats per byte at the end, or at the last evaluation; nan when unknown or diverged."""
+        rows = [self.summary or {}, *reversed(self.evals)]
+        return next((number(row["val_loss"]) for row in rows if "val_loss" in row), math.nan)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time: the summary's, else the steps', which write their own or the time so far."""
+        told = number((self.summary or {}).get("seconds"))
+        if math.isfinite(told):
+            return told
+        values = self.series("seconds")[1]
+        values = values[np.isfinite(values)]
+        if not values.size:
+            return math.nan
+        running = values.size > 2 and bool(np.all(np.diff(values) > 0))
+        return float(values[-1] if running else values.sum())
+
+    @property
+    def saving(self) -> float:
+        """Bytes of plain DDP over bytes sent: 4.0 is a quarter of the traffic."""
+        sent, dense = self.total("wire_bytes"), self.total("dense_bytes")
+        return dense / sent if sent > 0 else math.nan
+
+    @property
+    def mean_rank(self) -> float:
+        """Mean over the compressed iterations; 0 when all were dense, nan when unknown."""
+        told = number((self.summary or {}).get("mean_rank"))
+        if math.isfinite(told):
+            return told
+        ranks = self.series("mean_rank")[1]
+        ranks = ranks[np.isfinite(ranks)]
+        compressed = ranks[ranks > 0]
+        if compressed.size:
+            return float(compressed.mean())
+        return 0.0 if ranks.size else math.nan
+
+    @property
+    def rank_path(self) -> list[float]:
+        """Mean ranks of the compressed windows, trials left out, reduced by :func:`turning`."""
+        rows = self.decisions or self.steps
+        ranks = [mean_rank(row) for row in rows if row.get("phase") != "calibration"]
+        return turning([rank for rank in ranks if rank > 0])
+
+
+def column(rows: Sequence[Row], key: str) -> Series:
+    """The values of one key, nan where it is missing or no number.
+
+    >>> column([{"a": 1}, {}], "a")
+    array([ 1., nan])
+    """
+    return np.array([number(row.get(key)) for row in rows], dtype=np.float64)
+
+
+def compressed_ranks(row: Row) -> list[int]:
+    """Ranks above 0 of a decision, one per compressed matrix.
+
+    >>> compressed_ranks({"ranks": {"a": 8, "b": 0, "c": 4}})
+    [8, 4]
+    """
+    ranks = row.get("ranks")
+    values = ranks.values() if isinstance(ranks, dict) else ()
+    return [int(value) for value in values if number(value) > 0]
+
+
+def mean_rank(row: Row) -> float:
+    """Mean rank of the compressed matrices of a decision or step row, 0 when all are dense.
+
+    >>> mean_rank({"ranks": {"a": 8, "b": 0, "c": 4}}), mean_rank({"mean_rank": 3.5})
+    (6.0, 3.5)
+    """
+    ranks = compressed_ranks(row)
+    if ranks:
+        return sum(ranks) / len(ranks)
+    told = number(row.get("mean_rank"))
+    return told if math.isfinite(told) else 0.0
+
+
+def turning(values: Sequence[float]) -> list[float]:
+    """First, last, and what lies beyond both, in order of appearance.
+
+    >>> turning([32, 28, 8, 8, 12]), turning([32, 20, 8]), turning([16, 16])
+    ([32, 8, 12], [32, 8], [16])
+    """
+    if not values:
+        return []
+    ends = (values[0], values[-1])
+    lowest, highest = min(values), max(values)
+    beyond = [extreme for extreme in (lowest, highest) if not min(ends) <= extreme <= max(ends)]
+    path = [values[0], *sorted(beyond, key=values.index), values[-1]]
+    return [value for place, value in enumerate(path) if place == 0 or path[place - 1] != value]
+
+
+def load_run(folder: Path | str) -> Run:
+    """Read ``metrics.jsonl``, and where they exist ``config.yaml`` and ``environment.json``.
+
+    Lines that are no JSON (the last one of a killed run) are left out and counted in ``notes``. Of
+    rows with the same kind and step the latest counts, so a resumed run replaces what it repeats.
+
+    Raises:
+        ValueError: the folder is no run, or its metrics have no readable row yet.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> text = json.dumps({"kind": "step", "step": 1, "loss": 5.5, "phase": "warmup"})
+    >>> _ = (folder / "metrics.jsonl").write_text(text + chr(10) + text[:9])
+    >>> run = load_run(folder)
+    >>> run.last_step, run.summary, run.notes[0]
+    (1, None, 'The last line of metrics.jsonl is incomplete and was left out.')
+    """
+    folder = Path(folder)
+    path = folder / METRICS
+    if not path.is_file():
+        raise ValueError(f"{folder} is no run folder: looked for {path}{_hint(folder)}")
+    rows, notes = _read_rows(path)
+    kinds: dict[str, dict[int, Row]] = {"step": {}, "decision": {}, "eval": {}}
+    summary: Row | None = None
+    for row in rows:
+        if row.get("kind") == "summary":
+            summary = row
+        elif row.get("kind") in kinds and math.isfinite(number(row.get("step"))):
+            kinds[row["kind"]][int(row["step"])] = row
+    if summary is None and not any(kinds.values()):
+        raise ValueError(f"{path} has no complete row yet: try again when the run has made a step")
+    config, config_notes = _read_mapping(folder / CONFIG)
+    environment, environment_notes = _read_mapping(folder / ENVIRONMENT)
+    steps, decisions, evals = (
+        tuple(by_step[step] for step in sorted(by_step)) for by_step in kinds.values()
+    )
+    return Run(
+        folder=folder,
+        steps=steps,
+        decisions=decisions,
+        evals=evals,
+        summary=summary,
+        config=config,
+        environment=environment,
+        notes=(*notes, *config_notes, *environment_notes),
+    )
+
+
+def _hint(folder: Path) -> str:
+    """A sweep's folder is an easy mistake: name the runs in it."""
+    if not folder.is_dir():
+        return "; there is no such folder"
+    inner = sorted(path.parent for path in folder.glob(f"*/{METRICS}"))
+    return f"; there are runs in {', '.join(map(str, inner[:3]))}" if inner else ""
+
+
+def _read_rows(path: Path) -> tuple[list[Row], list[str]]:
+    text = path.read_text("utf-8", errors="replace")
+    lines = [line for line in text.split("\n") if line.strip()]
+    rows: list[Row] = []
+    bad: list[int] = []
+    for place, line in enumerate(lines):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        else:
+            bad.append(place)
+    notes = []
+    if bad and bad[-1] == len(lines) - 1:
+        bad.pop()
+        notes.append(f"The last line of {path.name} is incomplete and was left out.")
+    if bad:
+        notes.append(f"{len(bad)} unreadable lines of {path.name} were left out.")
+    return rows, notes
+
+
+def _read_mapping(path: Path) -> tuple[Row | None, list[str]]:
+    """A YAML or JSON file that holds one mapping, or None and why."""
+    if not path.is_file():
+        return None, [f"There is no {path.name}."]
+    try:
+        text = path.read_text("utf-8")
+        data = json.loads(text) if path.suffix == ".json" else _plain_yaml(text)
+    except Exception:  # Parsers fail in many ways, and the page is worth more than its settings.
+        data = None
+    return (data, []) if isinstance(data, dict) else (None, [f"{path.name} is unreadable."])
+
+
+def _plain_yaml(text: str) -> Any:
+    config = OmegaConf.create(text)
+    try:
+        return OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException:
+        return OmegaConf.to_container(config, resolve=False)

@@ -1,0 +1,265 @@
+"""The pictures of one run, as PNG bytes. Nothing here keeps global plotting state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from edgc_ddp.report.drawing import (
+    BLACK,
+    BLUE,
+    GREEN,
+    STYLE,
+    VERMILLION,
+    WIDTH,
+    Picture,
+    byte_unit,
+    label_steps,
+    legend_below,
+    new_figure,
+    quotient,
+    smooth,
+    smoothing_width,
+    thin,
+    to_png,
+)
+from edgc_ddp.report.heatmap import draw_heatmap
+from edgc_ddp.report.load import Run, Series, compressed_ranks, mean_rank, number
+from edgc_ddp.report.phases import BAND_ALPHA, phase_colour, phase_label
+
+
+def pictures(run: Run) -> tuple[list[Picture], list[str]]:
+    """All pictures that the run's numbers allow, and one sentence for each that they do not."""
+    drawn: list[Picture] = []
+    missing: list[str] = []
+    with matplotlib.rc_context(STYLE):
+        for draw in (_loss, _entropy, _rank, _heat, _bytes, _residual, _span):
+            result = draw(run)
+            if isinstance(result, Picture):
+                drawn.append(result)
+            else:
+                missing.append(result)
+    return drawn, missing
+
+
+def window_edges(run: Run) -> Series:
+    """Steps of the decisions and the run's last step: n + 1 edges of n windows."""
+    steps = [number(row["step"]) for row in run.decisions]
+    return np.array([*steps, max(run.last_step, steps[-1] + 1)] if steps else [], dtype=np.float64)
+
+
+def _finish(figure: Figure, axes: Sequence[Axes], run: Run) -> bytes:
+    handles, labels = [], []
+    for axis in axes:
+        more, names = axis.get_legend_handles_labels()
+        handles += more
+        labels += names
+        for span in run.phases:
+            axis.axvspan(
+                span.first,
+                span.last,
+                facecolor=phase_colour(span.phase),
+                alpha=BAND_ALPHA,
+                linewidth=0,
+                zorder=0,
+            )
+    for phase in dict.fromkeys(span.phase for span in run.phases):
+        handles.append(Patch(facecolor=phase_colour(phase), alpha=BAND_ALPHA, edgecolor="#555555"))
+        labels.append(phase_label(phase))
+    label_steps(axes[-1], run.first_step, run.last_step)
+    if labels:
+        legend_below(figure, handles, labels)
+    return to_png(figure)
+
+
+def _loss(run: Run) -> Picture | str:
+    steps, losses = run.series("loss")
+    points = [(number(row["step"]), number(row.get("val_loss"))) for row in run.evals]
+    points = [point for point in points if math.isfinite(point[1])]
+    if not np.isfinite(losses).any() and not points:
+        return "The loss was not recorded."
+    figure, (axis,) = new_figure()
+    if np.isfinite(losses).any():
+        width = smoothing_width(losses.size)
+        axis.plot(*thin(steps, losses), color=BLUE, alpha=0.35, linewidth=0.7, label="training")
+        mean = smooth(losses, width)
+        axis.plot(steps, mean, color=BLUE, linewidth=1.8, label=f"training, mean of {width} steps")
+    if points:
+        axis.plot(
+            *zip(*points, strict=True),
+            color=VERMILLION,
+            marker="D",
+            markersize=5,
+            linewidth=1.2,
+            markeredgecolor="white",
+            label="validation",
+            clip_on=False,
+            zorder=3,
+        )
+    axis.set_ylabel("loss (nats per byte)")
+    told = "Cross-entropy of the training batches and of the held-out text."
+    return Picture("loss", "Loss", told, _finish(figure, [axis], run))
+
+
+def _measured(run: Run, key: str, label: str, unit: float = 1.0) -> tuple[Figure, Axes] | None:
+    """The last window's mean of one number, with a dot where a decision was taken on it."""
+    steps, values = run.series(key)
+    at = np.array([number(row["step"]) for row in run.decisions])
+    decided = np.array([number(row.get(key)) for row in run.decisions])
+    if not np.isfinite(values).any() and not np.isfinite(decided).any():
+        return None
+    figure, (axis,) = new_figure()
+    if np.isfinite(values).any():
+        axis.plot(
+            steps,
+            values * unit,
+            color=BLUE,
+            linewidth=1.8,
+            drawstyle="steps-post",
+            label="last window",
+        )
+    if np.isfinite(decided).any():
+        axis.plot(
+            at,
+            decided * unit,
+            color=VERMILLION,
+            linestyle="none",
+            marker="o",
+            markersize=5,
+            markeredgecolor="white",
+            label="decision",
+            clip_on=False,
+            zorder=3,
+        )
+    axis.set_ylabel(label)
+    return figure, axis
+
+
+def _entropy(run: Run) -> Picture | str:
+    drawn = _measured(run, "entropy", "gradient entropy (nats)")
+    if drawn is None:
+        return "The gradient entropy was not measured."
+    told = "Mean entropy of the sampled gradient in each window, and the decisions taken on it."
+    return Picture("entropy", "Gradient entropy", told, _finish(drawn[0], [drawn[1]], run))
+
+
+def _residual(run: Run) -> Picture | str:
+    drawn = _measured(run, "residual", "energy left behind (%)", unit=100.0)
+    if drawn is None:
+        return "The residual energy was not measured."
+    drawn[1].set_ylim(bottom=0)
+    told = (
+        "Energy that one compressed average leaves for later, as a share of the energy of gradient "
+        "plus residual: 0 % is an exact average."
+    )
+    return Picture("residual", "Residual energy", told, _finish(drawn[0], [drawn[1]], run))
+
+
+def _span(run: Run) -> Picture | str:
+    drawn = _measured(run, "span_seconds", "time of one average (ms)", unit=1e3)
+    if drawn is None:
+        return "The time of an average was not measured."
+    drawn[1].set_ylim(bottom=0)
+    told = "Median time from a step's first gradient bucket to its last average, in each window."
+    return Picture("span", "Averaging time", told, _finish(drawn[0], [drawn[1]], run))
+
+
+def _rank(run: Run) -> Picture | str:
+    steps, means = run.series("mean_rank")
+    edges = window_edges(run)
+    lists = [compressed_ranks(row) for row in run.decisions]
+    windows = np.array([mean_rank(row) or math.nan for row in run.decisions])
+    means = np.where(means > 0, means, np.nan)
+    if not np.isfinite(windows).any() and not np.isfinite(means).any():
+        return "Every matrix was averaged dense: there are no ranks to show."
+    figure, (axis,) = new_figure()
+    if np.isfinite(windows).any():
+        low = np.array([min(ranks, default=math.nan) for ranks in lists])
+        high = np.array([max(ranks, default=math.nan) for ranks in lists])
+        if np.nanmax(high - low) > 0:
+            axis.fill_between(
+                edges,
+                np.append(low, low[-1]),
+                np.append(high, high[-1]),
+                step="post",
+                color=BLUE,
+                alpha=0.25,
+                linewidth=0,
+                label="least to most of the matrices",
+            )
+        axis.stairs(windows, edges, baseline=None, color=BLUE, linewidth=2, label="mean rank")
+        axis.plot(
+            edges[:-1],
+            windows,
+            "o",
+            color=BLUE,
+            markersize=4,
+            markeredgecolor="white",
+            clip_on=False,
+        )
+    else:
+        axis.plot(steps, means, color=BLUE, linewidth=2, drawstyle="steps-post", label="mean rank")
+    bounds = {name: number(run.setting(f"controller.{name}")) for name in ("r_max", "r_min")}
+    for name, bound in bounds.items():
+        if math.isfinite(bound):
+            axis.axhline(bound, color=BLACK, linewidth=1, linestyle="--")
+            axis.annotate(
+                f"{name} {bound:g}",
+                (1.005, bound),
+                xycoords=("axes fraction", "data"),
+                va="bottom" if name == "r_max" else "top",
+                fontsize=9,
+            )
+    axis.set_ylim(bottom=0)
+    axis.margins(y=0.12)
+    axis.yaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    axis.set_ylabel("rank")
+    told = "Rank in force in each window, over the compressed matrices; a gap means all dense."
+    return Picture("rank", "Rank", told, _finish(figure, [axis], run))
+
+
+def _heat(run: Run) -> Picture | str:
+    if not any(compressed_ranks(row) for row in run.decisions):
+        return "No decision compressed a matrix: there is no map of ranks by parameter."
+    figure = draw_heatmap(run, WIDTH)
+    told = (
+        "Rank of every matrix after each decision. Columns are decisions, so they are not "
+        "to scale in time; the strip on top is the phase. Hatched: averaged dense."
+    )
+    return Picture("ranks", "Rank by parameter", told, to_png(figure))
+
+
+def _bytes(run: Run) -> Picture | str:
+    steps, sent = run.series("wire_bytes")
+    dense = run.series("dense_bytes")[1]
+    if not (np.isfinite(sent).any() and np.isfinite(dense).any()):
+        return "The bytes sent were not recorded."
+    unit, name = byte_unit(float(np.nanmax(np.fmax(sent, dense))))
+    figure, (axis, below) = new_figure(2, height=5.2, height_ratios=[3, 2])
+    axis.plot(
+        steps, dense / unit, color=BLACK, linestyle="--", linewidth=1.6, label="dense (plain DDP)"
+    )
+    axis.plot(steps, sent / unit, color=BLUE, linewidth=2, label="sent")
+    axis.set_ylim(bottom=0)
+    axis.set_ylabel(f"bytes sent so far ({name})")
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    ratio = quotient(dense, sent)
+    below.plot(steps, ratio, color=VERMILLION, linewidth=2, label="dense / sent, so far")
+    edges = window_edges(run)
+    if edges.size > 2:
+        gained = [np.diff(np.interp(edges, steps, values)) for values in (dense, sent)]
+        window = quotient(gained[0], gained[1])
+        below.stairs(
+            window, edges, baseline=None, color=GREEN, linewidth=1.4, label="dense / sent, window"
+        )
+    below.set_ylim(bottom=0)
+    below.set_ylabel("times fewer bytes")
+    told = "Bytes that one rank sent, and what plain DDP would have sent for the same gradients."
+    return Picture("bytes", "Bytes on the wire", told, _finish(figure, [axis, below], run))

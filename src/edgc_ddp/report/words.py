@@ -1,0 +1,181 @@
+"""A run's numbers in a reader's words: text for the page, plain and unescaped."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from edgc_ddp.report.drawing import byte_unit
+from edgc_ddp.report.load import Row, Run, compressed_ranks, mean_rank, number
+
+UNKNOWN = "–"
+
+
+def in_bytes(count: float) -> str:
+    """Bytes with a decimal unit.
+
+    >>> in_bytes(812.4e6), in_bytes(2.7e10), in_bytes(math.nan)
+    ('812 MB', '27.0 GB', '–')
+    """
+    if not math.isfinite(count):
+        return UNKNOWN
+    unit, name = byte_unit(count)
+    return f"{digits(count / unit)} {name}"
+
+
+def digits(value: float) -> str:
+    """Three significant digits, never an exponent for everyday sizes.
+
+    >>> digits(3.14159), digits(27.0), digits(812.4), digits(12345.6), digits(0.0001234)
+    ('3.14', '27.0', '812', '12,346', '0.000123')
+    """
+    if not math.isfinite(value):
+        return UNKNOWN
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    if abs(value) >= 1:
+        return f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}"
+    return f"{value:.3g}"
+
+
+def loss_words(value: float) -> str:
+    """Losses are compared in their fourth digit, so that one is shown.
+
+    >>> loss_words(1.53219)
+    '1.5322'
+    """
+    return f"{value:.4f}" if math.isfinite(value) else UNKNOWN
+
+
+def duration(seconds: float) -> str:
+    """Wall time in the two largest units.
+
+    >>> duration(7.25), duration(252), duration(8040), duration(math.nan)
+    ('7.2 s', '4 min 12 s', '2 h 14 min', '–')
+    """
+    if not math.isfinite(seconds):
+        return UNKNOWN
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600:,} h {whole % 3600 // 60} min"
+
+
+def rank_words(row: Row) -> str:
+    """Ranks of one decision.
+
+    >>> rank_words({"ranks": {"a": 8, "b": 8}}), rank_words({"ranks": {"a": 0}})
+    ('8', 'dense')
+    >>> rank_words({"ranks": {"a": 8, "b": 4, "c": 0}})
+    '4 to 8, mean 6 (2 of 3 matrices)'
+    """
+    ranks = compressed_ranks(row)
+    if not ranks:
+        return "dense"
+    text = f"{ranks[0]}"
+    if min(ranks) < max(ranks):
+        text = f"{min(ranks)} to {max(ranks)}, mean {_short(mean_rank(row))}"
+    of = len(row["ranks"])
+    return text if len(ranks) == of else f"{text} ({len(ranks)} of {of} matrices)"
+
+
+def path_words(run: Run) -> str:
+    """The way of the mean rank.
+
+    >>> from pathlib import Path
+    >>> rows = tuple({"step": r, "phase": "compress", "ranks": {"a": r}} for r in (32, 8))
+    >>> path_words(Run(Path("r"), decisions=rows))
+    '32 → 8'
+    """
+    return " → ".join(map(_short, run.rank_path)) or UNKNOWN
+
+
+def _short(rank: float) -> str:
+    return f"{round(rank, 1):g}"
+
+
+def sentence(run: Run) -> str:
+    """The whole run in one sentence."""
+    planned = number(run.setting("train.steps"))
+    took = f" in {duration(run.seconds)}" if math.isfinite(run.seconds) else ""
+    if run.summary is not None:
+        steps = number(run.summary.get("steps"))
+        done = f"{int(steps) if math.isfinite(steps) else run.last_step:,}"
+        text = f"The run finished {done} steps{took}"
+    else:
+        of = f" of {int(planned):,}" if math.isfinite(planned) else ""
+        text = f"The run has not finished: it got to step {run.last_step:,}{of}{took}"
+    if math.isfinite(run.val_loss):
+        end = "a validation loss" if run.summary is not None else "a validation loss so far"
+        text += f", with {end} of {loss_words(run.val_loss)}"
+    elif run.evals or "val_loss" in (run.summary or {}):
+        text += ", and its validation loss is not a finite number"
+    else:
+        text += ", without a validation loss"
+    return f"{text}; {_traffic(run)}; {_ranks(run)}."
+
+
+def _traffic(run: Run) -> str:
+    sent, dense = run.total("wire_bytes"), run.total("dense_bytes")
+    if not math.isfinite(run.saving):
+        return "the bytes it sent were not recorded"
+    if abs(run.saving - 1) < 0.005:
+        return f"each rank sent {in_bytes(sent)}, as much as plain DDP"
+    if run.saving < 1:
+        return (
+            f"each rank sent {in_bytes(sent)}, {digits(1 / run.saving)} times as many bytes as "
+            f"plain DDP ({in_bytes(dense)})"
+        )
+    return (
+        f"each rank sent {in_bytes(sent)} instead of {in_bytes(dense)}, {digits(run.saving)} times "
+        "fewer bytes than plain DDP"
+    )
+
+
+def _ranks(run: Run) -> str:
+    path = run.rank_path
+    if not path:
+        return "nothing was compressed"
+    if len(path) == 1:
+        return f"the mean rank stayed at {_short(path[0])} while compressing"
+    return f"the mean rank went {path_words(run)}"
+
+
+def key_figures(run: Run) -> dict[str, str]:
+    """What one run is compared by, in order."""
+    planned = number(run.setting("train.steps"))
+    of = f" of {int(planned):,}" if math.isfinite(planned) and run.summary is None else ""
+    losses = run.series("loss")[1]
+    last = float(losses[-1]) if losses.size else math.nan
+    return {
+        "controller": run.controller or UNKNOWN,
+        "finished": "yes" if run.summary is not None else "no",
+        "steps": f"{run.last_step:,}{of}",
+        "validation loss (nats per byte)": loss_words(run.val_loss),
+        "last training loss (nats per byte)": loss_words(last),
+        "time": duration(run.seconds),
+        "bytes sent per rank": in_bytes(run.total("wire_bytes")),
+        "bytes of plain DDP": in_bytes(run.total("dense_bytes")),
+        "times fewer bytes": digits(run.saving),
+        "mean rank while compressing": digits(run.mean_rank) if run.mean_rank else "dense",
+        "way of the mean rank": path_words(run),
+        "decisions": f"{len(run.decisions):,}",
+        "final plan": str((run.summary or {}).get("final_plan_digest") or UNKNOWN),
+    }
+
+
+def flat(mapping: Any, prefix: str = "") -> dict[str, str]:
+    """Settings by dotted name.
+
+    >>> flat({"train": {"steps": 10}, "seed": 0})
+    {'train.steps': '10', 'seed': '0'}
+    """
+    if isinstance(mapping, dict) and mapping:
+        return {
+            name: text
+            for key, value in mapping.items()
+            for name, text in flat(value, f"{prefix}.{key}" if prefix else str(key)).items()
+        }
+    return {prefix: UNKNOWN if mapping is None else str(mapping)}

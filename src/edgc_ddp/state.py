@@ -1,0 +1,134 @@
+"""``EDGCState``: what a user holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from edgc_ddp import checkpoint
+from edgc_ddp.controllers import EntropyController
+from edgc_ddp.decisions import Controller
+from edgc_ddp.engine import Engine
+from edgc_ddp.memory import ParameterMemory
+from edgc_ddp.options import Options
+from edgc_ddp.reducers.bucket import Settings
+from edgc_ddp.registry import Registry
+
+
+class EDGCState:
+    """The state of :func:`edgc_ddp.edgc_hook` for one DistributedDataParallel model.
+
+    Args:
+        controller: who decides the ranks; ``EntropyController()`` when None.
+        model: the module that DDP wraps. Gives parameters their names in plans and checkpoints.
+        process_group: the group that DDP averages over; the default group when None. Looked up when
+            the first gradient arrives, so the state may be made before the group exists.
+        start_iter: iterations averaged dense before any compression, at least 2, since DDP rebuilds
+            its buckets after the first.
+        wire_dtype: "fp32" or "bf16", the type that factors travel in.
+        residual_dtype: "fp32" or "bf16", the type that residuals are kept in.
+        error_feedback: keep what was not sent and add it to the next gradient.
+        min_compression_rate: a matrix is compressed only if its factors are smaller than it by more
+            than this factor.
+        seed: seeds the first bases. The global random state is never touched.
+
+    Raises:
+        ValueError: an option is out of its range; the message names it, the value and the remedy.
+
+    Example:
+        >>> from edgc_ddp.controllers import FixedRank
+        >>> state = EDGCState(controller=FixedRank(4))
+        >>> state.metrics()["phase"]
+        'start'
+    """
+
+    def __init__(
+        self,
+        controller: Controller | None = None,
+        model: torch.nn.Module | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        start_iter: int = 2,
+        wire_dtype: str = "fp32",
+        residual_dtype: str = "fp32",
+        error_feedback: bool = True,
+        min_compression_rate: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        self.controller: Controller = controller if controller is not None else EntropyController()
+        if not callable(getattr(self.controller, "decide", None)):
+            raise ValueError(
+                f"controller={controller!r}: expected an object with init(layout) and decide(state, "
+                "observation, step), for instance edgc_ddp.controllers.FixedRank(16)"
+            )
+        self.options = Options(
+            start_iter=start_iter,
+            wire_dtype=wire_dtype,
+            residual_dtype=residual_dtype,
+            error_feedback=error_feedback,
+            min_compression_rate=min_compression_rate,
+            seed=seed,
+        )
+        settings = Settings(
+            self.options.torch_dtype("wire_dtype"), error_feedback, float(min_compression_rate)
+        )
+        memory = ParameterMemory(seed, self.options.torch_dtype("residual_dtype"))
+        self.engine = Engine(
+            self.controller, Registry(model, memory), settings, process_group, start_iter
+        )
+
+    def metrics(self) -> dict[str, int | float | str]:
+        """Where training stands, as plain numbers. Read it after ``backward`` has returned.
+
+        ``step``: iterations averaged. ``wire_bytes``, ``dense_bytes``: bytes this rank has sent, and
+        plain DDP would have. ``mean_rank``: over the matrices compressed now. ``run_mean_rank``: its
+        mean over the compressed iterations. ``entropy`` (nats), ``residual`` (share of energy that
+        stays behind), ``span_seconds`` (first bucket's arrival to last average): last window's means,
+        nan before there are any. ``plan_digest``: equal on all ranks.
+        """
+        progress, engine = self.engine.progress, self.engine
+        compressed = progress.compressed_steps
+        return {
+            "step": progress.step,
+            "phase": progress.plan.phase,
+            "mean_rank": engine.mean_rank(),
+            "run_mean_rank": progress.rank_sum / compressed if compressed else 0.0,
+            "entropy": progress.entropy,
+            "residual": progress.residual,
+            "span_seconds": progress.span_seconds,
+            "wire_bytes": round(progress.sent_bytes),
+            "dense_bytes": round(progress.dense_bytes),
+            "plan_digest": progress.plan.digest(),
+        }
+
+    def plan(self) -> dict[str, int]:
+        """The rank in force for every matrix by parameter name; 0 = averaged dense."""
+        return self.engine.effective_ranks()
+
+    @property
+    def history(self) -> tuple[dict[str, Any], ...]:
+        """One entry per decision: step, phase, reason, entropy, residual, span_seconds, ranks."""
+        return tuple(self.engine.progress.history)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: tensors and plain values. Save one per rank, since residuals differ."""
+        return checkpoint.pack(self.engine)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state that :meth:`state_dict` gave on the same rank.
+
+        Raises:
+            ValueError: it is damaged, of another model, controller or world size. Nothing was changed.
+        """
+        world_size = None
+        if dist.is_available() and dist.is_initialized():
+            world_size = dist.get_world_size(self.engine.process_group)
+        checkpoint.check(self.engine, state_dict, world_size)
+        checkpoint.unpack(self.engine, state_dict)
+
+    def close(self) -> None:
+        """Stop the worker thread; done at interpreter exit otherwise. No hook call may follow."""
+        self.engine.close()

@@ -1,0 +1,1 @@
+"""A byte-level GPT trained with DDP and the EDGC hook, configured by Hydra."""

@@ -1,0 +1,110 @@
+"""The Hydra application: compose, check everything, then run as one rank or start all ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import uuid
+from typing import Any, NoReturn
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from edgc_ddp.train import validate
+from edgc_ddp.train.schema import Config, register
+from edgc_ddp.train.worker import Job, work
+
+USAGE = 2
+"""Exit status for a configuration that cannot work."""
+
+
+def main() -> None:
+    """Console entry point. Exits with 2 and one line for a bad configuration, 1 for a failed run."""
+    register()
+    # Otherwise Hydra prints its own errors and exits before they can be told apart from a crash.
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    try:
+        _task()
+    except (HydraException, OmegaConfBaseException) as error:
+        _refuse(_one_line(error))
+
+
+@hydra.main(version_base="1.3", config_path="pkg://edgc_ddp.conf", config_name="config")
+def _task(composed: DictConfig) -> None:
+    is_rank = "RANK" in os.environ
+    if is_rank and HydraConfig.get().mode == RunMode.MULTIRUN:
+        _refuse(
+            "--multirun under torchrun: a second run would meet the rendezvous of the first; start "
+            "the sweep as python -m edgc_ddp.train -m ... nproc=N"
+        )
+    try:
+        config = settings(composed)
+        validate.check(config, int(os.environ["WORLD_SIZE"]) if is_rank else config.nproc)
+    except (ValueError, OmegaConfBaseException) as error:
+        _refuse(_one_line(error))
+    job = Job(
+        config=config,
+        config_text=OmegaConf.to_yaml(composed, resolve=True),
+        controller_name=HydraConfig.get().runtime.choices.get("controller", "controller"),
+        folder=HydraConfig.get().runtime.output_dir,
+    )
+    summary = work(job) if is_rank else _launch(job)
+    if summary is not None:
+        print(json.dumps(summary, allow_nan=False), flush=True)
+
+
+def settings(composed: DictConfig) -> Config:
+    """The composed configuration with every interpolation resolved, as dataclasses.
+
+    The controller's part stays a dictionary: its class is the user's business.
+    """
+    resolved = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    # Hydra lets +key=value past the schema; this merge does not.
+    typed = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), resolved))
+    assert isinstance(typed, Config)
+    return typed
+
+
+def _launch(job: Job) -> Any:
+    """Start ``nproc`` ranks on this machine; returns rank 0's summary."""
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=job.config.nproc,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="spawn",
+        local_addr="127.0.0.1",
+    )
+    try:
+        return elastic_launch(launch, work)(job)[0]
+    except ChildFailedError as error:
+        print(f"edgc_ddp.train: a rank failed\n{error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _one_line(error: BaseException) -> str:
+    """The error without line breaks; a configuration error with its cause, which has the full key."""
+    texts = [str(error)]
+    if not isinstance(error, ValueError) and error.__cause__ is not None:
+        texts.append(str(error.__cause__))
+    return "; ".join(" ".join(text.split()) for text in texts)
+
+
+def _refuse(message: str) -> NoReturn:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"edgc_ddp.train: {message}", file=sys.stderr)
+    raise SystemExit(USAGE)
+
+
+register()

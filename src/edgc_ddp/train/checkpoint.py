@@ -1,0 +1,148 @@
+"""Checkpoints: one folder per step, written whole or not at all.
+
+``checkpoints/step-00000500/`` holds ``model.pt`` (rank 0: weights, optimizer), ``hook-rank<r>.pt``
+(each rank: residuals differ) and ``manifest.json``, which is written last and without which a folder
+does not count. All ranks must see the same file system.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+FORMAT = 1
+KEPT = 2
+MANIFEST = "manifest.json"
+
+
+def write_atomically(path: Path, write: Any) -> None:
+    """Call ``write(temporary path)``, then move the file into place in one step."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save(
+    root: Path,
+    step: int,
+    training: Mapping[str, Any],
+    hook: Mapping[str, Any] | None,
+    identity: Mapping[str, Any],
+) -> Path:
+    """Write ``root/step-<step>``; collective. ``step`` is the number of finished steps.
+
+    ``training`` (rank 0's is written) and ``hook`` (every rank's, None without a hook) hold tensors
+    and plain values; ``identity`` is what :func:`check` later compares. Keeps the newest two.
+    """
+    rank, folder = dist.get_rank(), root / f"step-{step:08d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    if rank == 0:
+        (folder / MANIFEST).unlink(missing_ok=True)
+    dist.barrier()
+    if rank == 0:
+        write_atomically(folder / "model.pt", lambda path: torch.save(dict(training), path))
+    if hook is not None:
+        name = hook_file(rank)
+        write_atomically(folder / name, lambda path: torch.save(dict(hook), path))
+    dist.barrier()
+    if rank == 0:
+        files = {path.name: path.stat().st_size for path in folder.glob("[!.]*.pt")}
+        manifest = {"format": FORMAT, "step": step, "files": files, **identity}
+        text = json.dumps(manifest, indent=1)
+        write_atomically(folder / MANIFEST, lambda path: path.write_text(text))
+        for old in complete(root)[:-KEPT]:
+            # The manifest goes first: a half-deleted folder must not look complete.
+            (old / MANIFEST).unlink()
+            shutil.rmtree(old)
+    return folder
+
+
+def hook_file(rank: int) -> str:
+    """Name of the file with one rank's hook state."""
+    return f"hook-rank{rank}.pt"
+
+
+def complete(root: Path) -> list[Path]:
+    """The finished checkpoints under ``root``, oldest first."""
+    return sorted(manifest.parent for manifest in root.glob(f"step-*/{MANIFEST}"))
+
+
+def find(given: str) -> Path:
+    """The checkpoint that ``train.resume`` means: a checkpoint folder, or a run's newest.
+
+    Raises ValueError when there is none.
+    """
+    path = Path(given).expanduser()
+    if (path / MANIFEST).is_file():
+        return path
+    for root in (path / "checkpoints", path):
+        if found := complete(root):
+            return found[-1]
+    exists = "has no finished checkpoint" if path.exists() else "does not exist"
+    raise ValueError(
+        f"train.resume={given}: {exists}; give a run folder or one of its checkpoints/step-* folders"
+    )
+
+
+def check(folder: Path, identity: Mapping[str, Any]) -> int:
+    """The step to go on from. Raises ValueError unless the checkpoint is whole and of this run's kind.
+
+    ``identity`` has ``world_size``, ``controller`` (None without a hook) and ``parameters``.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        step, files = int(manifest["step"]), dict(manifest["files"])
+        known = manifest["format"] == FORMAT
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"train.resume={folder}: {MANIFEST} cannot be read ({error})") from error
+    if not known:
+        raise ValueError(
+            f"train.resume={folder}: format {manifest['format']}, this version reads {FORMAT}"
+        )
+    for name, size in files.items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found != size:
+            state = "is missing" if found is None else f"has {found} bytes instead of {size}"
+            raise ValueError(f"train.resume={folder}: {name} {state}; use an earlier checkpoint")
+    for key, remedy in (("world_size", "nproc"), ("controller", "controller and hook.register")):
+        if manifest.get(key) != identity[key]:
+            raise ValueError(
+                f"train.resume={folder}: written with {key} {manifest.get(key)}, this run has "
+                f"{identity[key]}; set {remedy} as in the first run"
+            )
+    _check_parameters(folder, manifest.get("parameters"), identity["parameters"])
+    return step
+
+
+def _check_parameters(folder: Path, theirs: Any, mine: Mapping[str, list[int]]) -> None:
+    if theirs == mine:
+        return
+    theirs = theirs if isinstance(theirs, dict) else {}
+    name = next(name for name in [*mine, *theirs] if theirs.get(name) != mine.get(name))
+    raise ValueError(
+        f"train.resume={folder}: a checkpoint of another model, {name} has shape "
+        f"{theirs.get(name)} there and {mine.get(name)} here; set model as in the first run"
+    )
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Tensors and plain values from a file; code in it is never run. Raises ValueError if damaged."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{path}: damaged checkpoint file ({type(error).__name__})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a dictionary, found {type(content).__name__}")
+    return content

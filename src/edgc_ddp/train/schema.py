@@ -1,0 +1,124 @@
+"""What the configuration may contain: a misspelt key or a wrong type is refused with its full name.
+
+The schemas are stored as ``schema/<group>/<name>`` and inherited by ``conf/<group>/*.yaml``. The field
+``controller`` alone is open, so that a user's own YAML can name a class of the user's.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, OmegaConf
+
+from edgc_ddp.train.controller_schema import CONTROLLERS
+
+
+@dataclass
+class HookConfig:
+    """Whether the hook is registered, and the keyword arguments of EDGCState."""
+
+    register: bool = True
+    start_iter: int = 2
+    wire_dtype: str = "fp32"
+    residual_dtype: str = "fp32"
+    error_feedback: bool = True
+    min_compression_rate: float = 1.0
+    seed: int = 0
+
+
+@dataclass
+class ModelConfig:
+    """Sizes of the GPT: ``width`` is split over ``heads``; ``context`` is in bytes of text."""
+
+    width: int = 192
+    layers: int = 4
+    heads: int = 6
+    context: int = 128
+
+
+@dataclass
+class DataConfig:
+    """``source`` is shakespeare or stdlib; ``cache`` None is the user's cache folder."""
+
+    source: str = "shakespeare"
+    cache: str | None = None
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW."""
+
+    lr: float = 1e-3
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+
+@dataclass
+class ScheduleConfig:
+    """Learning rate over the run: ``warmup`` is a share of the steps, ``floor`` of the peak rate."""
+
+    kind: str = "cosine"
+    warmup: float = 0.05
+    floor: float = 0.1
+
+
+@dataclass
+class TrainConfig:
+    """``batch_size`` is per rank and micro-batch; a period of 0 means only at the end, or never for
+    checkpoints; ``clip`` 0 means no clipping."""
+
+    steps: int = 1000
+    batch_size: int = 8
+    accumulate: int = 1
+    eval_every: int = 200
+    eval_windows: int = 128
+    checkpoint_every: int = 0
+    resume: str | None = None
+    bf16: bool = False
+    clip: float = 1.0
+    bucket_cap_mb: float = 25.0
+
+
+@dataclass
+class Config:
+    """The whole configuration. Only ``controller`` is ever instantiated; the rest is plain data."""
+
+    nproc: int = 2
+    seed: int = 0
+    controller: Any = MISSING
+    hook: HookConfig = field(default_factory=HookConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+
+def edgc_rank(first: Any, other: Any) -> Any:
+    """``first`` on rank 0 or outside torchrun, ``other`` on all other ranks.
+
+    >>> edgc_rank("log", "nothing")
+    'log'
+    """
+    return first if os.environ.get("RANK", "0") == "0" else other
+
+
+def register() -> None:
+    """Make schemas and the resolver known to Hydra. Idempotent."""
+    OmegaConf.register_new_resolver("edgc_rank", edgc_rank, replace=True)
+    store = ConfigStore.instance()
+    store.store(name="edgc_config", node=Config)
+    for group, schema in {
+        "hook": HookConfig,
+        "model": ModelConfig,
+        "data": DataConfig,
+        "optimizer": OptimizerConfig,
+        "schedule": ScheduleConfig,
+    }.items():
+        store.store(group=f"schema/{group}", name="base", node=schema)
+    for name, controller in CONTROLLERS.items():
+        store.store(group="schema/controller", name=name, node=controller)

@@ -1,0 +1,129 @@
+"""Every check that can be made before a process is started; errors name option, value and remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+
+from edgc_ddp import EDGCState
+from edgc_ddp.decisions import Controller
+from edgc_ddp.train import checkpoint
+from edgc_ddp.train.model import shapes, skeleton
+from edgc_ddp.train.schema import Config, HookConfig
+
+SOURCES = ("shakespeare", "stdlib")
+SCHEDULES = ("cosine", "constant")
+
+
+def make_controller(options: Any) -> Controller:
+    """The controller that the ``controller`` part describes. Raises ValueError when it cannot be."""
+    if not isinstance(options, Mapping) or "_target_" not in options:
+        raise ValueError(
+            f"controller={options!r}: expected a _target_ and its options; choose one with "
+            "controller=edgc, or point --config-dir at a folder with controller/<name>.yaml"
+        )
+    try:
+        controller = instantiate(dict(options), _convert_="all")
+    except InstantiationException as error:
+        cause = error.__cause__
+        raise ValueError(f"controller: {cause if cause is not None else error}") from error
+    if not (hasattr(controller, "init") and hasattr(controller, "decide")):
+        raise ValueError(
+            f"controller._target_={options['_target_']}: gives {type(controller).__name__}, which has "
+            "no init(layout) and decide(state, observation, step)"
+        )
+    return controller  # type: ignore[no-any-return]
+
+
+def hook_options(hook: HookConfig) -> dict[str, Any]:
+    """The keyword arguments of EDGCState among the ``hook`` part."""
+    return {name: value for name, value in vars(hook).items() if name != "register"}
+
+
+def identity(config: Config, controller: Controller, world_size: int) -> dict[str, Any]:
+    """What a checkpoint and a run that goes on from it must have in common."""
+    return {
+        "world_size": world_size,
+        "controller": type(controller).__name__ if config.hook.register else None,
+        "parameters": shapes(skeleton(config.model)),
+    }
+
+
+def check(config: Config, world_size: int) -> None:
+    """Raises ValueError for the first thing that cannot work."""
+    _check_run(config, world_size)
+    _check_model(config)
+    _check_learning(config)
+    controller = make_controller(config.controller)
+    try:
+        EDGCState(controller=controller, **hook_options(config.hook)).close()
+    except ValueError as error:
+        raise ValueError(f"hook.{error}") from error
+    if config.train.resume is not None:
+        folder = checkpoint.find(config.train.resume)
+        step = checkpoint.check(folder, identity(config, controller, world_size))
+        if step >= config.train.steps:
+            raise ValueError(
+                f"train.resume={folder}: has finished step {step} of train.steps={config.train.steps}; "
+                "raise train.steps"
+            )
+
+
+def _check_run(config: Config, world_size: int) -> None:
+    train = config.train
+    _at_least("nproc", config.nproc, 1, "one process per core or GPU")
+    _at_least("seed", config.seed, 0, "any whole number from 0 on")
+    _at_least("train.steps", train.steps, 1, "the number of optimizer steps")
+    _at_least("train.batch_size", train.batch_size, 1, "texts per rank and micro-batch")
+    _at_least("train.accumulate", train.accumulate, 1, "1 = a step after every micro-batch")
+    _at_least("train.eval_every", train.eval_every, 0, "0 = only at the end")
+    _at_least("train.eval_windows", train.eval_windows, world_size, "at least one for each rank")
+    _at_least("train.checkpoint_every", train.checkpoint_every, 0, "0 = never")
+    _at_least("train.clip", train.clip, 0, "0 = no clipping")
+    _above("train.bucket_cap_mb", train.bucket_cap_mb, 0, "DDP's default is 25")
+    _one_of("data.source", config.data.source, SOURCES)
+
+
+def _check_model(config: Config) -> None:
+    model = config.model
+    for name in ("width", "layers", "heads", "context"):
+        _at_least(f"model.{name}", getattr(model, name), 1, "model=small is a start")
+    if model.width % model.heads:
+        raise ValueError(
+            f"model.width={model.width}: not a multiple of model.heads={model.heads}; change one"
+        )
+
+
+def _check_learning(config: Config) -> None:
+    optimizer, schedule = config.optimizer, config.schedule
+    _above("optimizer.lr", optimizer.lr, 0, "1e-3 is a start")
+    _above("optimizer.eps", optimizer.eps, 0, "1e-8 is usual")
+    _at_least("optimizer.weight_decay", optimizer.weight_decay, 0, "0 = none")
+    if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
+        raise ValueError(
+            f"optimizer.betas={list(optimizer.betas)}: expected two numbers in [0, 1), as [0.9, 0.95]"
+        )
+    _one_of("schedule.kind", schedule.kind, SCHEDULES)
+    for name in ("warmup", "floor"):
+        value = getattr(schedule, name)
+        if not 0 <= value <= 1:
+            raise ValueError(f"schedule.{name}={value}: expected a share in [0, 1]; 0.1 is usual")
+
+
+def _at_least(option: str, value: float, least: int, remedy: str) -> None:
+    if not (math.isfinite(value) and value >= least):
+        raise ValueError(f"{option}={value}: expected at least {least}; {remedy}")
+
+
+def _above(option: str, value: float, bound: int, remedy: str) -> None:
+    if not (math.isfinite(value) and value > bound):
+        raise ValueError(f"{option}={value}: expected a number above {bound}; {remedy}")
+
+
+def _one_of(option: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{option}={value}: expected one of {', '.join(choices)}")

@@ -1,0 +1,178 @@
+"""One rank's life: process group, model and hook, training, the run's records, the way out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+
+from edgc_ddp import EDGCState, edgc_hook
+from edgc_ddp.train import checkpoint, data
+from edgc_ddp.train.loop import Run, hook_metrics, make_optimizer, resume, train
+from edgc_ddp.train.model import build
+from edgc_ddp.train.record import Recorder, bytes_saved_ratio, environment, plain
+from edgc_ddp.train.schema import Config
+from edgc_ddp.train.validate import hook_options, identity, make_controller
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a launcher hands to every rank: plain values only, since they cross processes."""
+
+    config: Config
+    config_text: str
+    """The resolved configuration as YAML."""
+    controller_name: str
+    folder: str
+    """Rank 0's is the run's folder."""
+
+
+@record
+def work(job: Job) -> dict[str, Any] | None:
+    """Train as one rank of a started group. Rank 0 returns the run's summary, the others None."""
+    with _process_group() as device:
+        folders: list[Any] = [job.folder]
+        dist.broadcast_object_list(folders, src=0)
+        run = _set_up(job, Path(folders[0]), device)
+        try:
+            return _train(job, run)
+        finally:
+            if run.state is not None:
+                run.state.close()
+
+
+@contextlib.contextmanager
+def _process_group() -> Iterator[torch.device]:
+    """The group of torchrun's environment: NCCL with a GPU for each local rank, else Gloo."""
+    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
+        dist.init_process_group("gloo")
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def _set_up(job: Job, folder: Path, device: torch.device) -> Run:
+    config, rank, world_size = job.config, dist.get_rank(), dist.get_world_size()
+    corpus = _load_text(config, rank)
+    model = build(config.model, config.seed, device)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=config.train.bucket_cap_mb)
+    controller = make_controller(config.controller)
+    state = None
+    if config.hook.register:
+        options = hook_options(config.hook)
+        state = EDGCState(controller=controller, model=ddp.module, **options)
+        ddp.register_comm_hook(state, edgc_hook)
+    return Run(
+        config=config,
+        folder=folder,
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        ddp=ddp,
+        optimizer=make_optimizer(model, config),
+        corpus=corpus,
+        state=state,
+        identity=identity(config, controller, world_size),
+    )
+
+
+def _load_text(config: Config, rank: int) -> data.Corpus:
+    if int(os.environ["LOCAL_RANK"]) == 0 and (problem := data.prepare(config.data)):
+        print(f"edgc_ddp.train: {problem}", file=sys.stderr)
+    dist.barrier()
+    corpus = data.load(config.data)
+    _require_equal("text", f"{corpus.source} {corpus.sha256}")
+    shortest = min(len(corpus.train), len(corpus.valid))
+    if shortest <= config.model.context + 1:
+        raise ValueError(f"model.context={config.model.context}: the text has {shortest} bytes")
+    return corpus
+
+
+def _require_equal(what: str, value: str) -> None:
+    """Raise RuntimeError on all ranks unless all have the same. Collective."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    if len(set(everyone)) > 1:
+        raise RuntimeError(f"the ranks have different {what}: {everyone}")
+
+
+def _train(job: Job, run: Run) -> dict[str, Any] | None:
+    begin, first_step, source = time.perf_counter(), 0, None
+    settings = job.config.train
+    if settings.resume is not None:
+        source = checkpoint.find(settings.resume)
+        first_step = resume(run, source)
+    if run.rank == 0:
+        _describe(job, run, source)
+    recorder = Recorder(run.folder if run.rank == 0 else None, first_step, settings.steps)
+    try:
+        val_loss = train(run, first_step, recorder)
+        summary = _summary(job, run, val_loss, time.perf_counter() - begin)
+        _require_equal("final plans", summary["final_plan_digest"])
+        recorder.write("summary", **summary)
+    finally:
+        recorder.close()
+    return summary if run.rank == 0 else None
+
+
+def _describe(job: Job, run: Run, resumed_from: Path | None) -> None:
+    run.folder.mkdir(parents=True, exist_ok=True)
+    (run.folder / "config.yaml").write_text(job.config_text)
+    facts = environment() | {
+        "world_size": run.world_size,
+        "backend": dist.get_backend(),
+        "device": str(run.device),
+        "threads": torch.get_num_threads(),
+        "data": {
+            "source": run.corpus.source,
+            "asked": job.config.data.source,
+            "sha256": run.corpus.sha256,
+            "train_bytes": len(run.corpus.train),
+            "valid_bytes": len(run.corpus.valid),
+        },
+        "controller": job.controller_name,
+        "parameters": run.identity["parameters"],
+        "resumed_from": None if resumed_from is None else str(resumed_from),
+    }
+    (run.folder / "environment.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def _summary(job: Job, run: Run, val_loss: float, seconds: float) -> dict[str, Any]:
+    metrics = hook_metrics(run, job.config.train.steps)
+    wire_bytes, dense_bytes = metrics["wire_bytes"], metrics["dense_bytes"]
+    summary = {
+        "controller": job.controller_name,
+        "steps": job.config.train.steps,
+        "val_loss": val_loss,
+        "seconds": round(seconds, 3),
+        "wire_bytes": wire_bytes,
+        "dense_bytes": dense_bytes,
+        "bytes_saved_ratio": bytes_saved_ratio(wire_bytes, dense_bytes),
+        "mean_rank": metrics["run_mean_rank"],
+        "final_mean_rank": metrics["mean_rank"],
+        "final_plan_digest": metrics["plan_digest"],
+        "world_size": run.world_size,
+        "run": str(run.folder),
+        "report": f"python -m edgc_ddp.report {shlex.quote(str(run.folder))}",
+    }
+    return plain(summary)  # type: ignore[no-any-return]

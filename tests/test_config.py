@@ -1,0 +1,178 @@
+"""Every configuration composes and can be built; what cannot work is refused before a process starts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+
+import edgc_ddp.conf
+from edgc_ddp.train import app, validate
+from edgc_ddp.train.schema import edgc_rank, register
+
+CONF = Path(next(iter(edgc_ddp.conf.__path__)))
+OPTIONS = sorted(
+    (path.parent.name, path.stem) for path in CONF.glob("*/*.yaml") if path.parent.name != "hydra"
+)
+
+
+@pytest.fixture
+def hydra() -> Iterator[None]:
+    register()
+    GlobalHydra.instance().clear()
+    with initialize_config_module("edgc_ddp.conf", version_base="1.3"):
+        yield
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str) -> int:
+    """The application in this process, as far as it comes without starting a rank."""
+
+    def must_not_start(job: object) -> None:
+        raise AssertionError("a rank would have been started")
+
+    monkeypatch.setattr(app, "_launch", must_not_start)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["edgc_ddp.train", *overrides])
+    GlobalHydra.instance().clear()
+    try:
+        app.main()
+    except SystemExit as status:
+        return int(status.code or 0)
+    return 0
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_of_every_group_can_be_built(hydra: None, group: str, option: str) -> None:
+    prefix = "+" if group == "experiment" else ""
+    config = app.settings(compose("config", [f"{prefix}{group}={option}"]))
+    validate.check(config, world_size=2)
+
+
+def test_the_groups_are_all_there() -> None:
+    expected = {"controller", "schedule", "hook", "model", "data", "optimizer", "experiment"}
+    assert {group for group, _ in OPTIONS} == expected
+
+
+@pytest.mark.parametrize("name", ["smoke", "default", "paper"])
+def test_experiments_state_their_bounds(hydra: None, name: str) -> None:
+    controller = app.settings(compose("config", [f"+experiment={name}"])).controller
+    assert 0 < controller["r_min"] == controller["r_max"] // 4
+
+
+def test_durations_may_be_iterations_or_shares(hydra: None) -> None:
+    config = app.settings(compose("config", ["controller.window=7", "controller.warmup=0.25"]))
+    assert (config.controller["window"], config.controller["warmup"]) == (7, 0.25)
+    assert config.controller["total_steps"] == config.train.steps
+
+
+def test_a_foreign_controller_comes_from_a_users_own_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "controller").mkdir()
+    (tmp_path / "mine.py").write_text(
+        "class Mine:\n"
+        "    def __init__(self, colour): self.colour = colour\n"
+        "    def init(self, layout): return {}\n"
+        "    def decide(self, state, observation, step): raise NotImplementedError\n"
+    )
+    yaml = "_target_: mine.Mine\ncolour: ${seed}\n"
+    (tmp_path / "controller" / "mine.yaml").write_text(yaml)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    started: list[app.Job] = []
+    monkeypatch.setattr(app, "_launch", started.append)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--config-dir", str(tmp_path), "controller=mine", "seed=3"]
+    monkeypatch.setattr(sys, "argv", ["edgc_ddp.train", *arguments])
+    app.main()
+    assert started[0].config.controller == {"_target_": "mine.Mine", "colour": 3}
+    assert started[0].controller_name == "mine"
+
+
+BAD = [
+    (["controller.window=0"], "window=0"),
+    (["controller=fixed", "controller.rank=0"], "rank=0"),
+    (["controller.r_max=8", "controller.r_min=9"], "r_min=9"),
+    (["controller.alpha=0"], "alpha=0"),
+    (["controller.alpha=1.5"], "alpha=1.5"),
+    (["controller.estimator=entropic"], "estimator='entropic'"),
+    (["controller.policy=guess"], "policy='guess'"),
+    (["controller._target_=no.such.Thing"], "no.such.Thing"),
+    (["controller._target_=builtins.dict"], "builtins.dict"),
+    (["controller=nonsense"], "controller/nonsense"),
+    (["hook.wire_dtype=fp7"], "hook.wire_dtype='fp7'"),
+    (["hook.start_iter=1"], "hook.start_iter=1"),
+    (["+hook._target_=os.getcwd"], "hook._target_"),
+    (["nproc=0"], "nproc=0"),
+    (["nproc=many"], "nproc"),
+    (["seed=-1"], "seed=-1"),
+    (["train.steps=0"], "train.steps=0"),
+    (["train.batch_size=0"], "train.batch_size=0"),
+    (["train.accumulate=0"], "train.accumulate=0"),
+    (["train.eval_windows=1"], "train.eval_windows=1"),
+    (["train.clip=nan"], "train.clip=nan"),
+    (["train.bucket_cap_mb=0"], "train.bucket_cap_mb=0"),
+    (["train.resume=no/such/run"], "train.resume=no/such/run"),
+    (["train.stepss=3"], "train.stepss"),
+    (["+train.stepss=3"], "train.stepss"),
+    (["+extra=3"], "extra"),
+    (["model.heads=5"], "model.heads=5"),
+    (["model.layers=0"], "model.layers=0"),
+    (["optimizer.lr=0"], "optimizer.lr=0"),
+    (["optimizer.betas=[0.9]"], "optimizer.betas=[0.9]"),
+    (["schedule.kind=zigzag"], "schedule.kind=zigzag"),
+    (["schedule.warmup=2"], "schedule.warmup=2"),
+    (["data.source=novels"], "data.source=novels"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "named"), BAD, ids=[" ".join(entry[0]) for entry in BAD])
+def test_bad_input_is_refused_in_one_line_that_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    overrides: list[str],
+    named: str,
+) -> None:
+    assert run_main(monkeypatch, tmp_path, *overrides) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("edgc_ddp.train: ") and err.count("\n") == 1, err
+    assert named in err
+
+
+def test_help_shows_groups_and_values(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run_main(monkeypatch, tmp_path, "--help") == 0
+    text = capfd.readouterr().out
+    assert "controller: dense, edgc, edgc_code, fixed, scheduled" in text
+    assert "experiment: default, paper, smoke" in text
+    assert "batch_size: 8" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_under_torchrun_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run_main(monkeypatch, tmp_path, "-m", "seed=1,2") == 2
+    assert "--multirun under torchrun" in capfd.readouterr().err
+
+
+def test_only_rank_zero_owns_a_folder_and_speaks(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert edgc_rank("first", "other") == "other"
+    assert run_main(monkeypatch, tmp_path, "train.steps=0") == 2
+    assert capfd.readouterr().err == ""
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("RANK", "0")
+    assert run_main(monkeypatch, tmp_path, "train.steps=0") == 2
+    assert len(list(tmp_path.glob("outputs/*/*"))) == 1
