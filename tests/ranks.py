@@ -5,6 +5,7 @@ Starting Python and importing torch costs seconds; joining a process group costs
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import tempfile
@@ -85,7 +86,9 @@ class Ranks:
             ready = wait(list(pending), timeout=SECONDS)
             if not ready:
                 self.stop()
-                raise AssertionError(f"ranks {sorted(pending.values())} gave no answer in {SECONDS} s")
+                raise AssertionError(
+                    f"ranks {sorted(pending.values())} gave no answer in {SECONDS} s"
+                )
             for pipe in ready:
                 rank = pending.pop(pipe)  # type: ignore[call-overload]
                 try:
@@ -101,10 +104,8 @@ class Ranks:
     def stop(self) -> None:
         """End the processes, each by its own id."""
         for pipe in self._pipes:
-            try:
+            with contextlib.suppress(OSError):
                 pipe.send(None)
-            except OSError:
-                pass
         for process in self._processes:
             process.join(timeout=0.5)
             if process.is_alive():

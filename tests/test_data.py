@@ -1,4 +1,4 @@
-"""Text: whole plays are held out, batches depend on their arguments alone, fetching fails softly."""
+"""Text: whole plays held out, batches that depend on their arguments alone, a fetch that may fail."""
 
 from __future__ import annotations
 

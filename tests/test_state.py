@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
-from scenes import SMALL_BUCKETS_MB, Given, Mlp, averages, draw, fingerprint, train_step, wrap
+from scenes import SMALL_BUCKETS_MB, Given, Mlp, averages, draw, train_step, wrap
 
 from edgc_ddp import EDGCState
 from edgc_ddp.checkpoint import merge
@@ -128,7 +128,6 @@ def test_a_state_of_another_world_size_is_refused(ranks: Pools) -> None:
 def saved(ranks: Pools) -> dict[str, Any]:
     state: dict[str, Any] = ranks(1)(give_state)[0][0]
     return state
-
 
 
 def spoil_basis(saved: dict[str, Any]) -> None:

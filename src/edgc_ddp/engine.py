@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 
 from edgc_ddp.decisions import Controller, Layout, Observation, Plan
 from edgc_ddp.lane import Lane, Mark, Task, TensorFuture, open_lane
@@ -46,7 +47,7 @@ class Engine:
         self._started = self._finished = 0
         self._last_started = False
 
-    def submit(self, bucket: dist.GradBucket) -> TensorFuture:
+    def submit(self, bucket: GradBucket) -> TensorFuture:
         """Start averaging one bucket. Called by DDP, in bucket order, while backward goes on."""
         buffer = bucket.buffer()
         if self._lane is None:
@@ -89,9 +90,7 @@ class Engine:
         progress.dense_bytes += lane.traffic(bucket.buffer.numel() * bucket.buffer.element_size())
         observer = self._sample(bucket)
         if any(self.settings.compresses(slot) for slot in bucket.slots):
-            average = yield from reduce_low_rank(
-                bucket, lane, self.settings, self.memory, observer
-            )
+            average = yield from reduce_low_rank(bucket, lane, self.settings, self.memory, observer)
         else:
             average = yield from reduce_dense(bucket, lane)
             self._probe(bucket)
@@ -191,8 +190,14 @@ class Engine:
     def spans(self) -> list[float]:
         """Seconds that each iteration of this window took to average. Waits for the device."""
         known = self.observer.spans if self.observer is not None else []
-        read = self._lane.seconds if self._lane is not None else None
-        return [s if isinstance(s, float) or read is None else read(*s) for s in known]
+        seconds: list[float] = []
+        for span in known:
+            if isinstance(span, tuple):
+                assert self._lane is not None
+                seconds.append(self._lane.seconds(*span))
+            else:
+                seconds.append(span)
+        return seconds
 
     def effective_ranks(self) -> dict[str, int]:
         """The rank in force for every matrix; 0 where it is averaged dense."""
@@ -218,15 +223,15 @@ def _checked(plan: Plan, layout: Layout, step: int) -> Plan:
         )
     for name, rank in plan.ranks.items():
         if not isinstance(rank, int) or rank < 0:
-            raise ValueError(f"the controller gave rank {rank!r} for {name!r}: expected an int >= 0")
+            raise ValueError(
+                f"the controller gave rank {rank!r} for {name!r}: expected an int >= 0"
+            )
     if plan.until <= step:
         raise ValueError(
             f"the controller's plan ends at iteration {plan.until}, but it is {step} now: give a later "
             "`until`"
         )
-    return replace(
-        plan, ranks={m.name: min(plan.ranks[m.name], m.rows) for m in layout.matrices}
-    )
+    return replace(plan, ranks={m.name: min(plan.ranks[m.name], m.rows) for m in layout.matrices})
 
 
 def _describe(plan: Plan) -> str:

@@ -2,14 +2,12 @@
 
 # No `from __future__ import annotations` here: DDP checks the annotations as objects.
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 
 from edgc_ddp.state import EDGCState
 
 
-def edgc_hook(
-    state: EDGCState, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def edgc_hook(state: EDGCState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: averages a bucket as the state's controller has planned.
 
     Use it through ``ddp.register_comm_hook(state, edgc_hook)``, before the first backward.
@@ -22,7 +20,7 @@ def edgc_hook(
         A future of the bucket's buffer, averaged in place. Errors of the worker thread arrive in it, so
         that ``backward`` raises them.
     """
-    if not isinstance(bucket, dist.GradBucket):
+    if not isinstance(bucket, GradBucket):
         raise RuntimeError(
             "edgc_hook was given single gradients instead of DDP buckets, as "
             'torch._dynamo.config.optimize_ddp = "python_reducer" does: use the default, "ddp_optimizer"'

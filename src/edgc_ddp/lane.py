@@ -58,7 +58,8 @@ class Lane:
         self.sent_bytes += self.traffic(tensor.numel() * tensor.element_size())
         work = dist.all_reduce(tensor, group=self._channels[channel], async_op=True)
         assert work is not None
-        return work
+        handle: Handle = work
+        return handle
 
     def traffic(self, payload_bytes: float) -> float:
         """Bytes one rank sends to all-reduce a payload of this size."""
@@ -111,7 +112,7 @@ class StreamLane(Lane):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def submit(self, make_task: Callable[[], Task]) -> TensorFuture:
         # The gradients are written by the stream that backward runs on.
@@ -128,7 +129,7 @@ class StreamLane(Lane):
         return future
 
     def mark(self) -> Mark:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -227,7 +228,7 @@ class ThreadLane(Lane):
             self._broken = error
             self._running.remove(running)
             shown = error if isinstance(error, Exception) else RuntimeError(repr(error))
-            running.future.set_exception(shown)
+            running.future.set_exception(shown)  # type: ignore[arg-type]
 
     def _wake_after(self, running: _Running) -> None:
         def completed(future: torch.futures.Future[Any]) -> None:
@@ -256,7 +257,7 @@ def _close_all() -> None:
 
 
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    return group._get_backend(device).options._timeout  # type: ignore[no-any-return]
+    return group._get_backend(device).options._timeout
 
 
 def open_lane(group: dist.ProcessGroup | None, device: torch.device) -> Lane:

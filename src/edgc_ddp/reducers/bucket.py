@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,9 +28,13 @@ class Bucket:
 
     def items(self, buffer: Tensor) -> list[Item]:
         """The parameters' entries within a buffer that is laid out like this bucket."""
-        sizes = [slot.numel for slot in self.slots]
-        pieces = buffer.split(sizes)
+        pieces = split(buffer, [slot.numel for slot in self.slots])
         return [Item(slot, flat) for slot, flat in zip(self.slots, pieces, strict=True)]
+
+
+def split(flat: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """Views of consecutive pieces of a flat tensor."""
+    return torch.split(flat, list(sizes))
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from edgc_ddp.lane import Lane, Task
 from edgc_ddp.maths.orthogonal import orthonormalise
 from edgc_ddp.memory import ParameterMemory
 from edgc_ddp.observer import Observer
-from edgc_ddp.reducers.bucket import Bucket, Item, Settings, compute_dtype
+from edgc_ddp.reducers.bucket import Bucket, Item, Settings, compute_dtype, split
 from edgc_ddp.reducers.dense import forget_pending
 
 
@@ -54,6 +54,8 @@ def reduce_low_rank(
     dense = [item for item in items if not settings.compresses(item.slot)]
     groups, p_flat, q_flat, dense_flat = _allocate(items, dense, settings, compute)
 
+    dense_parts = split(dense_flat, [item.slot.numel for item in dense])
+
     if settings.error_feedback:
         for item in items:
             if item.slot.residual is not None:
@@ -62,7 +64,7 @@ def reduce_low_rank(
         for item, p_MR in zip(group.items, group.p_BMR, strict=True):
             basis_NR = _unit_columns(item.slot.basis_NR).to(compute)
             torch.mm(item.slot.as_matrix(item.flat), basis_NR / lane.world_size, out=p_MR)
-    for item, place in zip(dense, dense_flat.split([i.slot.numel for i in dense]), strict=True):
+    for item, place in zip(dense, dense_parts, strict=True):
         torch.div(item.flat, lane.world_size, out=place)
 
     p_wire = p_flat.to(wire)
@@ -92,7 +94,7 @@ def reduce_low_rank(
         for item, p_MR, q_NR in zip(group.items, group.p_BMR, group.q_BNR, strict=True):
             torch.mm(p_MR, q_NR.t(), out=item.slot.as_matrix(item.flat))
             item.slot.basis_NR = _next_basis(item.slot.basis_NR, q_NR, ok)
-    for item, place in zip(dense, dense_flat.split([i.slot.numel for i in dense]), strict=True):
+    for item, place in zip(dense, dense_parts, strict=True):
         item.flat.copy_(place)
     if work is not bucket.buffer:
         bucket.buffer.copy_(work)
@@ -114,13 +116,11 @@ def _allocate(
     device = items[0].flat.device
     p_flat = torch.empty(sum(p_sizes) + dense_size, dtype=compute, device=device)
     q_flat = torch.empty(sum(q_sizes), dtype=compute, device=device)
-    p_parts = p_flat.split([*p_sizes, dense_size])
-    q_parts = q_flat.split(q_sizes)
+    p_parts = split(p_flat, [*p_sizes, dense_size])
+    q_parts = split(q_flat, q_sizes)
     groups = [
         _Group(members, p.view(len(members), m, r), q.view(len(members), n, r))
-        for ((m, n, r), members), p, q in zip(
-            by_shape.items(), p_parts[:-1], q_parts, strict=True
-        )
+        for ((m, n, r), members), p, q in zip(by_shape.items(), p_parts[:-1], q_parts, strict=True)
     ]
     return groups, p_flat, q_flat, p_parts[-1]
 

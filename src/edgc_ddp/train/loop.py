@@ -56,7 +56,7 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
     """AdamW that decays matrices only, as GPT-2 was trained."""
     parameters = list(model.parameters())
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.dim() >= 2]},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
@@ -123,7 +123,7 @@ def evaluate(run: Run) -> float:
     sums = torch.zeros(2, dtype=torch.float64, device=run.device)
     model = run.ddp.module
     for some_inputs, some_targets in zip(
-        inputs.split(train.batch_size), targets.split(train.batch_size), strict=True
+        torch.split(inputs, train.batch_size), torch.split(targets, train.batch_size), strict=True
     ):
         sums[0] += _loss(run, model, some_inputs, some_targets, "sum").double()
         sums[1] += some_targets.numel()

@@ -47,7 +47,8 @@ class Block(nn.Module):
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         x_BTC = x_BTC + self.attention(self.norm1(x_BTC))
-        return x_BTC + self.down(F.gelu(self.up(self.norm2(x_BTC)), approximate="tanh"))
+        wide_BT4C = F.gelu(self.up(self.norm2(x_BTC)), approximate="tanh")
+        return x_BTC + self.down(wide_BT4C)  # type: ignore[no-any-return]
 
 
 class GPT(nn.Module):

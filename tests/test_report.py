@@ -1,0 +1,412 @@
+"""The report page: what it shows, and what it does with runs that are not whole."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgc_ddp.report.__main__ import main
+from edgc_ddp.report.compare import labels
+from edgc_ddp.report.heatmap import rank_table
+from edgc_ddp.report.load import Run, load_run
+
+PNG = b"\x89PNG\r\n\x1a\n"
+BLOCK = {
+    "attention.qkv.weight": [576, 192],
+    "attention.out.weight": [192, 192],
+    "mlp.up.weight": [768, 192],
+    "mlp.down.weight": [192, 768],
+}
+
+
+@dataclass
+class Recipe:
+    """A run as ``python -m edgc_ddp.train`` would have written it, without training anything."""
+
+    controller: str = "EntropyController"
+    steps: int = 400
+    window: int = 20
+    warmup: int = 60
+    calibration: tuple[int, ...] = ()
+    r_max: int = 32
+    r_min: int = 8
+    layers: int = 1
+    per_matrix: bool = False
+    prefix: str = "blocks"
+    summary: bool = True
+    evals: int = 4
+    loss_end: float = 1.5
+
+    def shapes(self) -> dict[str, list[int]]:
+        shapes = {"embedding.weight": [256, 192]}
+        for layer in range(self.layers):
+            shapes |= {f"{self.prefix}.{layer}.{name}": shape for name, shape in BLOCK.items()}
+        return shapes
+
+    def timetable(self) -> list[tuple[int, str, int]]:
+        """(step, phase, rank) of every decision."""
+        if self.controller == "Dense":
+            return []
+        if self.controller == "FixedRank":
+            return [(2, "fixed", self.r_max)]
+        plans = [(step, "warmup", 0) for step in range(2, self.warmup, self.window)]
+        plans += [
+            (self.warmup + 5 * place, "calibration", rank)
+            for place, rank in enumerate(self.calibration)
+        ]
+        begin = self.warmup + 5 * len(self.calibration)
+        for place, step in enumerate(range(begin, self.steps, self.window)):
+            plans.append((step, "compress", max(self.r_min, self.r_max - 4 * place)))
+        return plans
+
+    def rows(self) -> list[dict[str, Any]]:
+        noise = np.random.default_rng(0)
+        shapes, plans, rows = self.shapes(), {p[0]: p for p in self.timetable()}, []
+        numel = sum(math.prod(shape) for shape in shapes.values())
+        phase, rank = ("start", 0) if self.controller != "Dense" else ("dense", 0)
+        wire = dense = 0.0
+        measured: dict[str, float] = dict.fromkeys(("entropy", "residual", "span_seconds"), math.nan)
+        for step in range(1, self.steps + 1):
+            if step - 1 in plans:
+                at, phase, rank = plans[step - 1]
+                share = 0.25 + 0.4 * step / self.steps - 0.004 * rank if rank else 0.0
+                measured = {
+                    "entropy": -3.1 - 1.4 * (1 - math.exp(-3 * step / self.steps)),
+                    "residual": share,
+                    "span_seconds": 0.011 + 0.0004 * rank if rank else 0.031,
+                }
+                ranks = {
+                    name: min(max(rank - (4 * (place % 3) if self.per_matrix else 0), 0), *shape)
+                    for place, (name, shape) in enumerate(shapes.items())
+                }
+                told = f"entropy {measured['entropy']:.2f}: rank {rank} (step limit 4)"
+                rows.append(
+                    {"kind": "decision", "step": at, "phase": phase, "reason": told, "ranks": ranks}
+                    | measured
+                )
+            dense += 4 * numel
+            wire += 4 * sum(rank * sum(s) for s in shapes.values()) if rank else 4 * numel
+            loss = self.loss_end + (5.5 - self.loss_end) * math.exp(-6 * step / self.steps)
+            rows.append(
+                {
+                    "kind": "step",
+                    "step": step,
+                    "loss": loss + 0.08 * noise.standard_normal(),
+                    "lr": 1e-3,
+                    "grad_norm": 1.0,
+                    "seconds": 0.25 * step,
+                    "phase": phase,
+                    "mean_rank": float(rank),
+                    "wire_bytes": round(wire),
+                    "dense_bytes": round(dense),
+                    "plan_digest": "0123456789abcdef",
+                }
+                | measured
+            )
+            if self.evals and step % (self.steps // self.evals) == 0:
+                rows.append({"kind": "eval", "step": step, "val_loss": loss + 0.05})
+        if self.summary:
+            rows.append(
+                {
+                    "kind": "summary",
+                    "controller": self.controller,
+                    "steps": self.steps,
+                    "val_loss": 1.5678,
+                    "seconds": 252.0,
+                    "wire_bytes": round(wire),
+                    "dense_bytes": round(dense),
+                    "mean_rank": 17.25,
+                    "final_plan_digest": "feedc0de00000000",
+                }
+            )
+        return rows
+
+    def write(self, folder: Path) -> Path:
+        folder.mkdir(parents=True)
+        lines = [json.dumps(row) for row in self.rows()]
+        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        (folder / "config.yaml").write_text(
+            f"controller:\n  _target_: edgc_ddp.controllers.{self.controller}\n"
+            f"  window: {self.window}\n  r_max: {self.r_max}\n  r_min: {self.r_min}\n"
+            f"train:\n  steps: {self.steps}\n  batch_size: 8\nseed: 0\n"
+        )
+        (folder / "environment.json").write_text(
+            json.dumps(
+                {
+                    "git_revision": "abc1234",
+                    "torch": "2.13.0",
+                    "data": "shakespeare",
+                    "world_size": 2,
+                    "shapes": self.shapes(),
+                }
+            )
+        )
+        return folder
+
+
+class Page(HTMLParser):
+    """What a browser would load, and the words it would show."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.sources: list[str] = []
+        self.tags: list[str] = []
+        self.alts: list[str] = []
+        self.text = ""
+        self.cells: list[list[str]] = []
+        self.in_cell = False
+        self.html = path.read_text(encoding="utf-8")
+        self.feed(self.html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.sources += [value or "" for name, value in attrs if name in ("src", "href", "srcset")]
+        self.alts += [value or "" for name, value in attrs if name == "alt"]
+        if tag == "tr":
+            self.cells.append([])
+        if tag in ("td", "th") and self.cells:
+            self.cells[-1].append("")
+            self.in_cell = True
+
+    def handle_endtag(self, tag: str) -> None:
+        self.in_cell = self.in_cell and tag not in ("td", "th")
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self.in_cell:
+            self.cells[-1][-1] += data
+
+    def row(self, head: str) -> list[str]:
+        return next(cells for cells in self.cells if cells and cells[0] == head)[1:]
+
+
+def report(folder: Path) -> Page:
+    assert main([str(folder)]) == 0
+    return Page(folder / "report" / "index.html")
+
+
+def cut_off(folder: Path, characters: int) -> None:
+    path = folder / "metrics.jsonl"
+    path.write_text(path.read_text()[:-characters])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Page]:
+    folder = Recipe(calibration=(2, 4, 8)).write(tmp_path_factory.mktemp("whole") / "run")
+    return folder, report(folder)
+
+
+def test_page_needs_nothing_from_outside(whole: tuple[Path, Page]) -> None:
+    _, page = whole
+    assert page.sources and all(s.startswith("data:image/png;base64,") for s in page.sources)
+    assert not {"script", "link", "iframe"} & set(page.tags)
+    assert not re.search(r"https?://|@import|url\(", page.html)
+    assert "prefers-color-scheme: dark" in page.html
+
+
+def test_every_picture_is_in_the_page_and_beside_it(whole: tuple[Path, Page]) -> None:
+    folder, page = whole
+    names = {"loss", "entropy", "rank", "ranks", "bytes", "residual", "span"}
+    files = {path.stem: path.read_bytes() for path in (folder / "report").glob("*.png")}
+    inlined = [base64.b64decode(source.partition(",")[2]) for source in page.sources]
+    assert set(files) == names
+    assert sorted(inlined) == sorted(files.values())
+    assert all(data.startswith(PNG) for data in inlined)
+    assert len(page.alts) == len(names) and all(len(alt) > 20 for alt in page.alts)
+
+
+def test_sentence_tells_the_run(whole: tuple[Path, Page]) -> None:
+    folder, page = whole
+    run = load_run(folder)
+    ratio = run.total("dense_bytes") / run.total("wire_bytes")
+    start = page.text.index("The run finished")
+    sentence = page.text[start : page.text.index(".\n", start)]
+    assert sentence.startswith("The run finished 400 steps in 4 min 12 s, with a validation loss of")
+    assert "1.5678" in sentence
+    assert f"{ratio:.2f} times fewer bytes" in sentence
+    assert sentence.endswith("the mean rank went 32 → 8")
+
+
+def test_tables_show_settings_results_and_decisions(whole: tuple[Path, Page]) -> None:
+    folder, page = whole
+    assert page.row("r_max") == ["32"]
+    assert page.row("world_size") == ["2"]
+    assert page.row("mean rank while compressing") == ["17.2"]
+    assert page.row("final plan") == ["feedc0de00000000"]
+    decisions = load_run(folder).decisions
+    log = [cells for cells in page.cells if len(cells) == 5 and cells[0] != "step"]
+    assert len(log) == len(decisions)
+    assert log[0][:2] == ["2", "warm-up (dense)"] and log[0][3] == "dense"
+    last = decisions[-1]
+    assert log[-1] == ["375", "compression", f"{last['entropy']:.2f}", "8", last["reason"]]
+
+
+def test_phases_cover_the_run_without_gaps(whole: tuple[Path, Page]) -> None:
+    spans = load_run(whole[0]).phases
+    assert [span.phase for span in spans] == ["start", "warmup", "calibration", "compress"]
+    assert (spans[0].first, spans[-1].last) == (1, 400)
+    assert all(a.last == b.first for a, b in zip(spans, spans[1:], strict=False))
+
+
+def test_last_line_names_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Recipe(steps=40, warmup=10, window=10).write(tmp_path / "run")
+    assert main([str(folder)]) == 0
+    assert Path(capsys.readouterr().out.splitlines()[-1]) == folder / "report" / "index.html"
+
+
+def test_killed_run_is_told_as_unfinished(tmp_path: Path) -> None:
+    folder = Recipe(steps=100, warmup=20, window=20, summary=False, evals=1).write(tmp_path / "run")
+    # The evaluation and the end of step 100 never reached the disk.
+    cut_off(folder, 100)
+    page = report(folder)
+    assert "The run has not finished: it got to step 99 of 100 in 24.8 s" in page.text
+    assert "without a validation loss" in page.text
+    assert "The last line of metrics.jsonl is incomplete" in page.text
+    assert page.row("finished") == ["no"]
+
+
+def test_dense_run_has_no_ranks_and_says_so(tmp_path: Path) -> None:
+    folder = Recipe(controller="Dense", steps=50).write(tmp_path / "run")
+    page = report(folder)
+    assert "as much as plain DDP; nothing was compressed" in page.text
+    assert "Every matrix was averaged dense" in page.text
+    assert "No decision was recorded" in page.text
+    assert {path.stem for path in (folder / "report").glob("*.png")} == {"loss", "bytes"}
+
+
+def test_nothing_but_one_step_is_enough(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    row = {"kind": "step", "step": 1, "loss": None, "entropy": math.nan, "phase": "start"}
+    (folder / "metrics.jsonl").write_text(json.dumps(row))
+    page = report(folder)
+    assert "it got to step 1, without a validation loss" in page.text
+    assert "There is no config.yaml." in page.text
+    assert "The loss was not recorded." in page.text
+
+
+def test_diverged_run_does_not_show_an_older_loss(tmp_path: Path) -> None:
+    folder = Recipe(steps=60, warmup=10, window=10, evals=3).write(tmp_path / "run")
+    rows = load_rows(folder)
+    for row in rows:
+        if row["step" if row["kind"] != "summary" else "steps"] > 30:
+            row.update({key: math.nan for key in ("loss", "val_loss") if key in row})
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    page = report(folder)
+    assert "its validation loss is not a finite number" in page.text
+    assert page.row("validation loss (nats per byte)") == ["–"]
+    assert (folder / "report" / "loss.png").exists()
+
+
+def load_rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_resumed_run_replaces_what_it_repeats(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    rows = [{"kind": "step", "step": step, "loss": 9.0, "phase": "fixed"} for step in (1, 2, 3)]
+    rows += [{"kind": "step", "step": step, "loss": 1.0, "phase": "fixed"} for step in (2, 3, 4)]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    steps, losses = load_run(folder).series("loss")
+    assert steps.tolist() == [1, 2, 3, 4] and losses.tolist() == [9, 1, 1, 1]
+
+
+def test_names_are_escaped(tmp_path: Path) -> None:
+    folder = Recipe(steps=40, warmup=10, window=10, prefix="<b>&$x^$")
+    folder_path = folder.write(tmp_path / "run <i>$_{&}$")
+    rows = load_rows(folder_path)
+    for row in rows:
+        if row["kind"] == "decision":
+            row["reason"] = "<script>alert(1)</script>"
+    (folder_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    page = report(folder_path)
+    assert not {"script", "i", "b"} & set(page.tags)
+    assert "<script>alert(1)</script>" in page.text and "run <i>$_{&}$" in page.text
+
+
+@pytest.mark.parametrize("layers, parameters", [(1, 5), (37, 149)])
+def test_heat_map_grows_with_the_parameters(tmp_path: Path, layers: int, parameters: int) -> None:
+    recipe = Recipe(steps=200, window=20, warmup=40, layers=layers, per_matrix=True)
+    folder = recipe.write(tmp_path / "run")
+    run = load_run(folder)
+    names, ranks_MD = rank_table(run)
+    assert ranks_MD.shape == (parameters, len(run.decisions)) and len(names) == parameters
+    assert (ranks_MD[:, 0] == 0).all() and ranks_MD[:3, 2].tolist() == [32, 28, 24]
+    report(folder)
+    header = (folder / "report" / "ranks.png").read_bytes()[16:24]
+    height = int.from_bytes(header[4:], "big")
+    # At 130 dots per inch, a 7-point letter with its line takes 13 dots.
+    assert height > 13 * parameters
+
+
+@pytest.mark.parametrize("kind", ["missing", "no metrics", "sweep", "empty"])
+def test_folder_that_is_no_run_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    folder = tmp_path / "x"
+    if kind != "missing":
+        folder.mkdir()
+    if kind == "sweep":
+        Recipe(steps=4).write(folder / "0")
+    if kind == "empty":
+        (folder / "metrics.jsonl").touch()
+    assert main([str(folder)]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out and len(captured.err.splitlines()) == 1
+    assert str(folder / "metrics.jsonl") in captured.err
+    assert (str(folder / "0") in captured.err) == (kind == "sweep")
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("three")
+    return [
+        Recipe().write(root / "edgc"),
+        Recipe(controller="FixedRank", r_max=16, loss_end=1.7).write(root / "_fixed"),
+        Recipe(controller="Dense", loss_end=1.45, summary=False).write(root / "dense"),
+    ]
+
+
+def test_comparison_lays_runs_side_by_side(
+    three: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["compare", *map(str, three), "--out", str(out)]) == 0
+    assert Path(capsys.readouterr().out.splitlines()[-1]) == out / "index.html"
+    page = Page(out / "index.html")
+    assert all(source.startswith("data:image/png;base64,") for source in page.sources)
+    assert {p.stem for p in out.glob("*.png")} == {"loss", "loss_by_bytes", "rank", "bytes"}
+    assert page.row("controller") == ["EntropyController", "FixedRank", "Dense"]
+    assert page.row("way of the mean rank") == ["32 → 8", "16", "–"]
+    assert page.row("controller.r_max") == ["32", "16", "32"]
+    assert not [cells for cells in page.cells if cells and cells[0] == "train.steps"]
+
+
+def test_comparison_goes_to_the_current_folder(
+    three: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["compare", *map(str, three[:2])]) == 0
+    assert (tmp_path / "compare" / "index.html").is_file()
+
+
+def test_comparison_wants_two_runs(three: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["compare", str(three[0])])
+    assert stopped.value.code == 2
+    assert "two or more expected" in capsys.readouterr().err
+
+
+def test_labels_tell_runs_apart() -> None:
+    runs = [Run(Path("/a/x/0")), Run(Path("/b/x/0")), Run(Path("/b/x/0"))]
+    assert len(set(labels(runs))) == 3
