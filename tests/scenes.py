@@ -83,3 +83,8 @@ def train_step(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, x
 def fingerprint(model: nn.Module) -> bytes:
     """All parameters, to the last bit."""
     return b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+
+
+def seeded(step: int, rank: int) -> torch.Generator:
+    """Data that differ between ranks and steps and are the same in every run."""
+    return torch.Generator().manual_seed(1000 * step + rank)

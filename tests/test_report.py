@@ -6,151 +6,21 @@ import base64
 import json
 import math
 import re
-from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from report_runs import Recipe
 
 from edgc_ddp.report.__main__ import main
 from edgc_ddp.report.compare import labels
-from edgc_ddp.report.heatmap import rank_table
+from edgc_ddp.report.heatmap import draw_heatmap, rank_table
 from edgc_ddp.report.load import Run, load_run
+from edgc_ddp.report.plots import window_savings
 
 PNG = b"\x89PNG\r\n\x1a\n"
-BLOCK = {
-    "attention.qkv.weight": [576, 192],
-    "attention.out.weight": [192, 192],
-    "mlp.up.weight": [768, 192],
-    "mlp.down.weight": [192, 768],
-}
-
-
-@dataclass
-class Recipe:
-    """A run as ``python -m edgc_ddp.train`` would have written it, without training anything."""
-
-    controller: str = "EntropyController"
-    steps: int = 400
-    window: int = 20
-    warmup: int = 60
-    calibration: tuple[int, ...] = ()
-    r_max: int = 32
-    r_min: int = 8
-    layers: int = 1
-    per_matrix: bool = False
-    prefix: str = "blocks"
-    summary: bool = True
-    evals: int = 4
-    loss_end: float = 1.5
-
-    def shapes(self) -> dict[str, list[int]]:
-        shapes = {"embedding.weight": [256, 192]}
-        for layer in range(self.layers):
-            shapes |= {f"{self.prefix}.{layer}.{name}": shape for name, shape in BLOCK.items()}
-        return shapes
-
-    def timetable(self) -> list[tuple[int, str, int]]:
-        """(step, phase, rank) of every decision."""
-        if self.controller == "Dense":
-            return []
-        if self.controller == "FixedRank":
-            return [(2, "fixed", self.r_max)]
-        plans = [(step, "warmup", 0) for step in range(2, self.warmup, self.window)]
-        plans += [
-            (self.warmup + 5 * place, "calibration", rank)
-            for place, rank in enumerate(self.calibration)
-        ]
-        begin = self.warmup + 5 * len(self.calibration)
-        for place, step in enumerate(range(begin, self.steps, self.window)):
-            plans.append((step, "compress", max(self.r_min, self.r_max - 4 * place)))
-        return plans
-
-    def rows(self) -> list[dict[str, Any]]:
-        noise = np.random.default_rng(0)
-        shapes, plans, rows = self.shapes(), {p[0]: p for p in self.timetable()}, []
-        numel = sum(math.prod(shape) for shape in shapes.values())
-        phase, rank = ("start", 0) if self.controller != "Dense" else ("dense", 0)
-        wire = dense = 0.0
-        measured: dict[str, float] = dict.fromkeys(("entropy", "residual", "span_seconds"), math.nan)
-        for step in range(1, self.steps + 1):
-            if step - 1 in plans:
-                at, phase, rank = plans[step - 1]
-                share = 0.25 + 0.4 * step / self.steps - 0.004 * rank if rank else 0.0
-                measured = {
-                    "entropy": -3.1 - 1.4 * (1 - math.exp(-3 * step / self.steps)),
-                    "residual": share,
-                    "span_seconds": 0.011 + 0.0004 * rank if rank else 0.031,
-                }
-                ranks = {
-                    name: min(max(rank - (4 * (place % 3) if self.per_matrix else 0), 0), *shape)
-                    for place, (name, shape) in enumerate(shapes.items())
-                }
-                told = f"entropy {measured['entropy']:.2f}: rank {rank} (step limit 4)"
-                rows.append(
-                    {"kind": "decision", "step": at, "phase": phase, "reason": told, "ranks": ranks}
-                    | measured
-                )
-            dense += 4 * numel
-            wire += 4 * sum(rank * sum(s) for s in shapes.values()) if rank else 4 * numel
-            loss = self.loss_end + (5.5 - self.loss_end) * math.exp(-6 * step / self.steps)
-            rows.append(
-                {
-                    "kind": "step",
-                    "step": step,
-                    "loss": loss + 0.08 * noise.standard_normal(),
-                    "lr": 1e-3,
-                    "grad_norm": 1.0,
-                    "seconds": 0.25 * step,
-                    "phase": phase,
-                    "mean_rank": float(rank),
-                    "wire_bytes": round(wire),
-                    "dense_bytes": round(dense),
-                    "plan_digest": "0123456789abcdef",
-                }
-                | measured
-            )
-            if self.evals and step % (self.steps // self.evals) == 0:
-                rows.append({"kind": "eval", "step": step, "val_loss": loss + 0.05})
-        if self.summary:
-            rows.append(
-                {
-                    "kind": "summary",
-                    "controller": self.controller,
-                    "steps": self.steps,
-                    "val_loss": 1.5678,
-                    "seconds": 252.0,
-                    "wire_bytes": round(wire),
-                    "dense_bytes": round(dense),
-                    "mean_rank": 17.25,
-                    "final_plan_digest": "feedc0de00000000",
-                }
-            )
-        return rows
-
-    def write(self, folder: Path) -> Path:
-        folder.mkdir(parents=True)
-        lines = [json.dumps(row) for row in self.rows()]
-        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-        (folder / "config.yaml").write_text(
-            f"controller:\n  _target_: edgc_ddp.controllers.{self.controller}\n"
-            f"  window: {self.window}\n  r_max: {self.r_max}\n  r_min: {self.r_min}\n"
-            f"train:\n  steps: {self.steps}\n  batch_size: 8\nseed: 0\n"
-        )
-        (folder / "environment.json").write_text(
-            json.dumps(
-                {
-                    "git_revision": "abc1234",
-                    "torch": "2.13.0",
-                    "data": "shakespeare",
-                    "world_size": 2,
-                    "shapes": self.shapes(),
-                }
-            )
-        )
-        return folder
 
 
 class Page(HTMLParser):
@@ -230,7 +100,9 @@ def test_sentence_tells_the_run(whole: tuple[Path, Page]) -> None:
     ratio = run.total("dense_bytes") / run.total("wire_bytes")
     start = page.text.index("The run finished")
     sentence = page.text[start : page.text.index(".\n", start)]
-    assert sentence.startswith("The run finished 400 steps in 4 min 12 s, with a validation loss of")
+    assert sentence.startswith(
+        "The run finished 400 steps in 4 min 12 s, with a validation loss of"
+    )
     assert "1.5678" in sentence
     assert f"{ratio:.2f} times fewer bytes" in sentence
     assert sentence.endswith("the mean rank went 32 → 8")
@@ -247,36 +119,43 @@ def test_tables_show_settings_results_and_decisions(whole: tuple[Path, Page]) ->
     assert len(log) == len(decisions)
     assert log[0][:2] == ["2", "warm-up (dense)"] and log[0][3] == "dense"
     last = decisions[-1]
-    assert log[-1] == ["375", "compression", f"{last['entropy']:.2f}", "8", last["reason"]]
+    assert log[-1] == ["395", "compression", f"{last['entropy']:.2f}", "8", last["reason"]]
 
 
 def test_phases_cover_the_run_without_gaps(whole: tuple[Path, Page]) -> None:
     spans = load_run(whole[0]).phases
     assert [span.phase for span in spans] == ["start", "warmup", "calibration", "compress"]
-    assert (spans[0].first, spans[-1].last) == (1, 400)
+    assert (spans[0].first, spans[-1].last) == (0, 399)
     assert all(a.last == b.first for a, b in zip(spans, spans[1:], strict=False))
 
 
-def test_last_line_names_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = Recipe(steps=40, warmup=10, window=10).write(tmp_path / "run")
-    assert main([str(folder)]) == 0
-    assert Path(capsys.readouterr().out.splitlines()[-1]) == folder / "report" / "index.html"
+def test_savings_belong_to_their_own_window() -> None:
+    rows = [{"step": k, "dense_bytes": 12 * (k + 1)} for k in range(8)]
+    for row, sent in zip(rows, [12, 24, 27, 30, 32, 34, 36, 38], strict=True):
+        row["wire_bytes"] = sent
+    phases = [(0, "warmup"), (2, "compress"), (4, "calibration"), (6, "compress")]
+    decisions = tuple({"step": step, "phase": phase} for step, phase in phases)
+    run = Run(Path("r"), steps=tuple(rows), decisions=decisions)
+    np.testing.assert_array_equal(window_savings(run), [1, 4, np.nan, 6])
 
 
 def test_killed_run_is_told_as_unfinished(tmp_path: Path) -> None:
     folder = Recipe(steps=100, warmup=20, window=20, summary=False, evals=1).write(tmp_path / "run")
-    # The evaluation and the end of step 100 never reached the disk.
+    # The evaluation and the end of the last step never reached the disk.
     cut_off(folder, 100)
     page = report(folder)
-    assert "The run has not finished: it got to step 99 of 100 in 24.8 s" in page.text
+    assert "The run has not finished: it made 99 steps of 100 in 24.8 s" in page.text
     assert "without a validation loss" in page.text
     assert "The last line of metrics.jsonl is incomplete" in page.text
     assert page.row("finished") == ["no"]
 
 
-def test_dense_run_has_no_ranks_and_says_so(tmp_path: Path) -> None:
+def test_dense_run_has_no_ranks_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = Recipe(controller="Dense", steps=50).write(tmp_path / "run")
     page = report(folder)
+    assert Path(capsys.readouterr().out.splitlines()[-1]) == folder / "report" / "index.html"
     assert "as much as plain DDP; nothing was compressed" in page.text
     assert "Every matrix was averaged dense" in page.text
     assert "No decision was recorded" in page.text
@@ -286,10 +165,10 @@ def test_dense_run_has_no_ranks_and_says_so(tmp_path: Path) -> None:
 def test_nothing_but_one_step_is_enough(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    row = {"kind": "step", "step": 1, "loss": None, "entropy": math.nan, "phase": "start"}
+    row = {"kind": "step", "step": 0, "loss": None, "entropy": math.nan, "phase": "start"}
     (folder / "metrics.jsonl").write_text(json.dumps(row))
     page = report(folder)
-    assert "it got to step 1, without a validation loss" in page.text
+    assert "it made 1 step, without a validation loss" in page.text
     assert "There is no config.yaml." in page.text
     assert "The loss was not recorded." in page.text
 
@@ -298,7 +177,7 @@ def test_diverged_run_does_not_show_an_older_loss(tmp_path: Path) -> None:
     folder = Recipe(steps=60, warmup=10, window=10, evals=3).write(tmp_path / "run")
     rows = load_rows(folder)
     for row in rows:
-        if row["step" if row["kind"] != "summary" else "steps"] > 30:
+        if row["kind"] == "summary" or row["step"] > 30:
             row.update({key: math.nan for key in ("loss", "val_loss") if key in row})
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     page = report(folder)
@@ -342,11 +221,11 @@ def test_heat_map_grows_with_the_parameters(tmp_path: Path, layers: int, paramet
     names, ranks_MD = rank_table(run)
     assert ranks_MD.shape == (parameters, len(run.decisions)) and len(names) == parameters
     assert (ranks_MD[:, 0] == 0).all() and ranks_MD[:3, 2].tolist() == [32, 28, 24]
-    report(folder)
-    header = (folder / "report" / "ranks.png").read_bytes()[16:24]
-    height = int.from_bytes(header[4:], "big")
-    # At 130 dots per inch, a 7-point letter with its line takes 13 dots.
-    assert height > 13 * parameters
+    figure = draw_heatmap(run, width=9.0)
+    figure.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in figure.axes[1].get_yticklabels()]
+    assert len(boxes) == parameters
+    assert all(a.y0 >= b.y1 or b.y0 >= a.y1 for a, b in zip(boxes, boxes[1:], strict=False))
 
 
 @pytest.mark.parametrize("kind", ["missing", "no metrics", "sweep", "empty"])
@@ -357,14 +236,14 @@ def test_folder_that_is_no_run_is_refused_in_one_line(
     if kind != "missing":
         folder.mkdir()
     if kind == "sweep":
-        Recipe(steps=4).write(folder / "0")
+        Recipe(steps=4).write(folder / "monday" / "0")
     if kind == "empty":
         (folder / "metrics.jsonl").touch()
     assert main([str(folder)]) == 2
     captured = capsys.readouterr()
     assert not captured.out and len(captured.err.splitlines()) == 1
     assert str(folder / "metrics.jsonl") in captured.err
-    assert (str(folder / "0") in captured.err) == (kind == "sweep")
+    assert (str(folder / "monday" / "0") in captured.err) == (kind == "sweep")
 
 
 @pytest.fixture(scope="module")
@@ -387,7 +266,7 @@ def test_comparison_lays_runs_side_by_side(
     assert all(source.startswith("data:image/png;base64,") for source in page.sources)
     assert {p.stem for p in out.glob("*.png")} == {"loss", "loss_by_bytes", "rank", "bytes"}
     assert page.row("controller") == ["EntropyController", "FixedRank", "Dense"]
-    assert page.row("way of the mean rank") == ["32 → 8", "16", "–"]
+    assert page.row("rank path") == ["32 → 8", "16", "–"]
     assert page.row("controller.r_max") == ["32", "16", "32"]
     assert not [cells for cells in page.cells if cells and cells[0] == "train.steps"]
 

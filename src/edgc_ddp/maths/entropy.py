@@ -46,9 +46,9 @@ _FEWEST_LINES = 128
 def strided_sample(grad_MN: Tensor, beta: float, offset: int) -> Tensor:
     """About ``beta`` of the entries, as a view.
 
-    ``beta`` is read as a fraction ``a/b``: ``a`` neighbours out of every ``b``. A plain stride would
-    see the same columns in every row whenever ``b`` divides the row length, so the view walks the
-    matrix in lines one entry shorter than a whole number of rows, and each line starts one column
+    ``beta`` is read as a fraction ``a/b``: ``a`` neighbours out of every ``b``. A plain stride
+    would see the same columns in every row whenever ``b`` divides the row length, so the view walks
+    the matrix in lines one entry shorter than a whole number of rows, and each line starts one column
     further left: every ``b`` lines see all columns.
 
     ``offset`` (any integer >= 0) turns the phase; ``0 .. 2 b - 1`` together see every entry. The
@@ -96,9 +96,7 @@ def strided_sample(grad_MN: Tensor, beta: float, offset: int) -> Tensor:
     slack = size - ((lines - 1) * line + span)
     phase = _phase(offset, block)
     start = phase if offset // block % 2 == 0 else slack - phase
-    return flat.as_strided(
-        (lines, blocks, kept), (line, block, 1), flat.storage_offset() + start
-    )
+    return flat.as_strided((lines, blocks, kept), (line, block, 1), flat.storage_offset() + start)
 
 
 def gaussian(grad_MN: Tensor, beta: float, offset: int) -> Tensor:
@@ -271,9 +269,7 @@ def _phase(offset: int, base: int) -> int:
     return total % base
 
 
-def _binned(
-    sample: Tensor, bins: int, edges: tuple[float, float] | None
-) -> tuple[Tensor, Tensor]:
+def _binned(sample: Tensor, bins: int, edges: tuple[float, float] | None) -> tuple[Tensor, Tensor]:
     """Shannon entropy of the histogram and the width of its range, ``nan`` if not finite."""
     if bins < 1:
         raise ValueError(f"bins={bins} leaves no bin: use at least 1")

@@ -112,10 +112,10 @@ def rank_keeping_error(
     Args:
         rank: ``r0``, the rank that was right at ``entropy_before``.
         rows, cols: the shape, in either order.
-        entropy_before, entropy_after: ``H0`` and ``H1`` in nats, from an estimator that sees scale.
-        exponent: 2, since ``G`` is a squared error and ``sigma = exp(H)`` up to a constant; 1 is the
-            paper's formula as printed, ``r1 = g^-1(exp(H0 - H1) g(r0))``, applied to ``G`` (it would
-            keep the error if ``g`` were the root error).
+        entropy_before, entropy_after: ``H0`` and ``H1`` in nats, of an estimator that sees scale.
+        exponent: 2, since ``G`` is a squared error and ``sigma = exp(H)`` up to a constant. 1 is
+            the paper's formula as printed, ``r1 = g^-1(exp(H0 - H1) g(r0))``, with ``g = G``; the
+            formula keeps the error when ``g`` is the root error, ``sqrt(G)``, which is what 2 does.
         model: ``optimum`` or ``one_pass``.
 
     Returns:
@@ -141,9 +141,7 @@ def rank_keeping_error(
     if share <= 0:
         return float(min(rows, cols))
     change = exponent * (entropy_before - entropy_after)
-    return rank_for_share(
-        share * math.exp(min(change, _LARGEST_EXPONENT)), rows, cols, model=model
-    )
+    return rank_for_share(share * math.exp(min(change, _LARGEST_EXPONENT)), rows, cols, model=model)
 
 
 def _sides(rows: int, cols: int, model: str) -> tuple[int, int]:
@@ -178,11 +176,13 @@ def _rank_share_at(psi: float, gamma: float) -> float:
         return 1.0
     phi, root = math.pi - psi, math.sqrt(gamma)
     angle = math.atan2((1 - root) * math.cos(psi / 2), (1 + root) * math.sin(psi / 2))
-    return (2 / math.pi) * (
+    rho = (2 / math.pi) * (
         -math.sin(psi) / (2 * root)
         + (1 + gamma) * phi / (4 * gamma)
         - (1 - gamma) / (2 * gamma) * angle
     )
+    # The terms cancel at both ends, up to an error of 1e-16 / gamma.
+    return min(max(rho, 0.0), 1.0)
 
 
 def _falling_root(function: Callable[[float], float]) -> float:

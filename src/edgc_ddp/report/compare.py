@@ -37,7 +37,7 @@ from edgc_ddp.report.page import document, figure, note, save, wide_table
 from edgc_ddp.report.words import UNKNOWN, flat, key_figures, sentence
 
 _COLOURS = (BLUE, VERMILLION, GREEN, PINK, ORANGE, SKY)
-_DASHES = ("-", "--", ":", "-.")
+_DASHES = ("-", (0, (5, 3)), (0, (2, 2)), "-.", (0, (7, 3, 1, 3, 1, 3)))
 _MARKERS = ("o", "s", "D", "^", "v", "P")
 _Curve = tuple[Any, Any]
 
@@ -49,18 +49,24 @@ def labels(runs: Sequence[Run]) -> list[str]:
     >>> labels(runs)
     ['run: a/0', 'run: b/0', 'dense: c']
     """
-    names = [f"{run.controller or 'run'}: {run.folder.resolve().name}" for run in runs]
+    names = [_label(run, 1) for run in runs]
     deepest = max(len(run.folder.resolve().parts) for run in runs)
     for depth in range(2, deepest):
         doubled = [name for name in names if names.count(name) > 1]
-        for place, run in enumerate(runs):
-            if names[place] in doubled:
-                tail = "/".join(run.folder.resolve().parts[-depth:])
-                names[place] = f"{run.controller or 'run'}: {tail}"
+        names = [
+            _label(run, depth) if name in doubled else name
+            for run, name in zip(runs, names, strict=True)
+        ]
     return [
         name if names.count(name) == 1 else f"{name} ({names[:place].count(name) + 1})"
         for place, name in enumerate(names)
     ]
+
+
+def _label(run: Run, depth: int) -> str:
+    folder = "/".join(run.folder.resolve().parts[-depth:])
+    controller = run.controller or "run"
+    return folder if folder == controller else f"{controller}: {folder}"
 
 
 def comparison_pictures(runs: Sequence[Run]) -> tuple[list[Picture], list[str]]:
@@ -126,7 +132,8 @@ def _side_by_side(
 def _look(place: int) -> dict[str, Any]:
     return {
         "color": _COLOURS[place % len(_COLOURS)],
-        "linestyle": _DASHES[place // len(_COLOURS) % len(_DASHES)],
+        # Runs may lie on each other for long: a dashed line lets the one below show.
+        "linestyle": _DASHES[place % len(_DASHES)],
         "linewidth": 1.8,
     }
 
@@ -241,7 +248,9 @@ def _bytes(runs: Sequence[Run]) -> Picture | str:
     drawing, (axis,) = new_figure()
     # One reference line: the longest, since runs that are worth comparing share it.
     steps, values = max(dense, key=lambda curve: float(np.nan_to_num(curve[1]).max(initial=0.0)))
-    axis.plot(steps, values / unit, color=BLACK, linewidth=1, linestyle=":", label="plain DDP")
+    axis.plot(
+        steps, values / unit, color=BLACK, linewidth=1, linestyle=":", label="plain DDP", zorder=3
+    )
     for place, ((steps, values), label) in enumerate(zip(sent, labels(runs), strict=True)):
         axis.plot(steps, values / unit, label=label, **_look(place))
     axis.set_ylim(bottom=0)

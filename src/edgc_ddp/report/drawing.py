@@ -117,7 +117,7 @@ def byte_unit(most: float) -> tuple[float, str]:
 def label_steps(axis: Axes, first: float, last: float) -> None:
     axis.set_xlabel("step (iterations)")
     axis.set_xlim(first, last if last > first else first + 1)
-    axis.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True))
+    axis.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True, steps=[1, 2, 5, 10]))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
 

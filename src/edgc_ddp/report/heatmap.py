@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -31,7 +33,7 @@ def shorten(name: str, most: int = _LONGEST_LABEL) -> str:
     return f"{name[:head]}…{name[len(name) - (most - 1 - head) :]}"
 
 
-def parameter_labels(names: list[str], shapes: object) -> list[str]:
+def parameter_labels(names: list[str], shapes: dict[str, Any]) -> list[str]:
     """Names without what all of them start with up to a dot, and their shapes where known.
 
     >>> parameter_labels(["module.a.w", "module.b.w"], {"module.a.w": [4, 8]})
@@ -44,10 +46,9 @@ def parameter_labels(names: list[str], shapes: object) -> list[str]:
             if len(set(column)) > 1:
                 break
             start += len(column[0]) + 1
-    known = shapes if isinstance(shapes, dict) else {}
     labels = []
     for name in names:
-        shape = known.get(name)
+        shape = shapes.get(name)
         size = "×".join(map(str, shape)) if isinstance(shape, list) else ""
         labels.append(f"{shorten(name[start:])}  {size}".rstrip())
     return labels
@@ -91,9 +92,7 @@ def draw_heatmap(run: Run, width: float) -> Figure:
     mesh = axis.pcolormesh(
         np.ma.masked_equal(ranks_MD, 0), cmap="viridis_r", norm=norm, zorder=1, rasterized=True
     )
-    axis.set_yticks(
-        np.arange(rows) + 0.5, parameter_labels(names, (run.environment or {}).get("shapes"))
-    )
+    axis.set_yticks(np.arange(rows) + 0.5, parameter_labels(names, run.shapes))
     for label in axis.get_yticklabels():
         label.set_parse_math(False)
     axis.tick_params(axis="y", labelsize=font, length=0)
@@ -102,9 +101,13 @@ def draw_heatmap(run: Run, width: float) -> Figure:
     shown = np.arange(0, columns, -(-columns // _MOST_STEP_LABELS))
     axis.set_xticks(shown + 0.5, [f"{int(run.decisions[place]['step']):,}" for place in shown])
     axis.set_xlabel("step of the decision")
+    # A tall map is read from its top, a screen away from the lower axis.
+    axis.tick_params(axis="x", top=rows > 60, labeltop=rows > 60)
     if columns <= 30 and rows * columns <= _MOST_CELL_NUMBERS:
         _write_numbers(axis, ranks_MD, norm)
-    bar = figure.colorbar(mesh, ax=axis, label="rank", shrink=min(1.0, 5 / (rows * row_inches)))
+    bar = figure.colorbar(
+        mesh, ax=axis, label="rank", anchor=(0, 1), shrink=min(1.0, 5 / (rows * row_inches))
+    )
     bar.ax.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     handles = [Patch(facecolor="#ececec", edgecolor="#9a9a9a", hatch="////"), *used.values()]
     labels = ["averaged dense", *used]

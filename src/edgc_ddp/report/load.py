@@ -114,9 +114,23 @@ class Run:
     @property
     def controller(self) -> str:
         """The controller's name, "" when nothing tells."""
-        told = (self.summary or {}).get("controller")
-        target = told if isinstance(told, str) else self.setting("controller._target_")
-        return str(target).rsplit(".", 1)[-1] if target else ""
+        for source in (self.summary, self.environment):
+            if isinstance(told := (source or {}).get("controller"), str):
+                return told
+        return str(self.setting("controller._target_") or "").rsplit(".", 1)[-1]
+
+    @property
+    def shapes(self) -> dict[str, Any]:
+        """Shape of every parameter by name, as the run wrote it down; empty when it did not."""
+        environment = self.environment or {}
+        shapes = environment.get("shapes", environment.get("parameters"))
+        return shapes if isinstance(shapes, dict) else {}
+
+    @property
+    def steps_done(self) -> int:
+        """Iterations made. Rows count from 0, so this is one more than the last row's step."""
+        told = number((self.summary or {}).get("steps"))
+        return int(told) if math.isfinite(told) else self.last_step + 1
 
     def total(self, key: str) -> float:
         """A number of the summary, or of the last step that has it; nan without any."""
@@ -131,16 +145,12 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Wall time: the summary's, else the steps', which write their own or the time so far."""
+        """Wall time: the summary's, else the sum of the steps' own, evaluations left out."""
         told = number((self.summary or {}).get("seconds"))
         if math.isfinite(told):
             return told
         values = self.series("seconds")[1]
-        values = values[np.isfinite(values)]
-        if not values.size:
-            return math.nan
-        running = values.size > 2 and bool(np.all(np.diff(values) > 0))
-        return float(values[-1] if running else values.sum())
+        return float(np.nansum(values)) if np.isfinite(values).any() else math.nan
 
     @property
     def saving(self) -> float:
@@ -269,7 +279,9 @@ def _hint(folder: Path) -> str:
     """A sweep's folder is an easy mistake: name the runs in it."""
     if not folder.is_dir():
         return "; there is no such folder"
-    inner = sorted(path.parent for path in folder.glob(f"*/{METRICS}"))
+    inner = sorted(
+        path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{METRICS}")
+    )
     return f"; there are runs in {', '.join(map(str, inner[:3]))}" if inner else ""
 
 

@@ -28,13 +28,15 @@ figure { margin: 0; } figcaption { margin-top: .4rem; font-size: .92rem; }
 img { display: block; width: 100%; height: auto; background: #ffffff; border-radius: 6px;
   border: 1px solid var(--line); }
 .groups { columns: 20rem; column-gap: 1rem; }
-.groups table { break-inside: avoid; background: var(--card); margin-bottom: 1rem; width: 100%;
+.groups div { break-inside: avoid; background: var(--card); margin-bottom: 1rem;
   border-radius: 6px; }
+.groups table { width: 100%; }
 table { border-collapse: collapse; font-size: .92rem; }
 caption { text-align: left; font-weight: 600; padding: .4rem .6rem; }
 th, td { text-align: left; vertical-align: top; padding: .25rem .6rem;
-  border-top: 1px solid var(--line); overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
-th { font-weight: 500; color: var(--soft); } td.number { text-align: right; white-space: nowrap; }
+  border-top: 1px solid var(--line); font-variant-numeric: tabular-nums; }
+th { font-weight: 500; color: var(--soft); } td { overflow-wrap: anywhere; }
+ td.number { text-align: right; white-space: nowrap; }
 td.words { min-width: 7rem; }
 .scroll { overflow: auto; max-height: 32rem; border: 1px solid var(--line); border-radius: 6px; }
 .scroll table { width: 100%; }
@@ -81,7 +83,8 @@ def group_table(caption: str, rows: Mapping[str, str]) -> str:
         f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>'
         for name, value in rows.items()
     )
-    return f"<table><caption>{escape(caption)}</caption><tbody>{cells}</tbody></table>"
+    table = f"<table><caption>{escape(caption)}</caption><tbody>{cells}</tbody></table>"
+    return f"<div>{table}</div>"
 
 
 def wide_table(heads: Sequence[str], rows: Iterable[Sequence[str]], label: str) -> str:
@@ -142,10 +145,9 @@ def _settings(run: Run) -> list[str]:
     if loose:
         tables.insert(1, group_table("run", flat(loose)))
     if run.environment:
-        shapes = run.environment.get("shapes")
-        told: dict[str, Any] = {key: v for key, v in run.environment.items() if key != "shapes"}
-        if isinstance(shapes, dict):
-            told["parameters"] = f"{len(shapes)} tensors"
+        told = {key: value for key, value in run.environment.items() if value is not run.shapes}
+        if run.shapes:
+            told["parameters"] = f"{len(run.shapes)} tensors"
         tables.append(group_table("environment", flat(told)))
     return tables
 

@@ -12,6 +12,7 @@ _PHASES = {
     "compress": ("#56B4E9", "compression"),
     "dense": ("#999999", "dense"),
     "fixed": ("#009E73", "fixed rank"),
+    "no hook": ("#999999", "plain DDP"),
     "scheduled": ("#F0E442", "scheduled rank"),
 }
 _OTHER = ("#D55E00", "#0072B2", "#5D3A9B")

@@ -34,6 +34,8 @@ from edgc_ddp.report.heatmap import draw_heatmap
 from edgc_ddp.report.load import Run, Series, compressed_ranks, mean_rank, number
 from edgc_ddp.report.phases import BAND_ALPHA, phase_colour, phase_label
 
+_LEAST_SHARE = 0.003
+
 
 def pictures(run: Run) -> tuple[list[Picture], list[str]]:
     """All pictures that the run's numbers allow, and one sentence for each that they do not."""
@@ -55,6 +57,21 @@ def window_edges(run: Run) -> Series:
     return np.array([*steps, max(run.last_step, steps[-1] + 1)] if steps else [], dtype=np.float64)
 
 
+def window_savings(run: Run) -> Series:
+    """Dense bytes over bytes sent in each decision's window, nan in trials and where unknown.
+
+    Trials of a few steps at rank 2 are left out: they would set the scale and tell nothing.
+    """
+    # Row k counts the bytes up to and with iteration k, and a decision rules from its own step on.
+    at = np.append(window_edges(run)[:-1] - 1, run.last_step)
+    dense, sent = (
+        np.diff(np.interp(at, *run.series(key), left=0.0)) for key in ("dense_bytes", "wire_bytes")
+    )
+    trial = np.array([row.get("phase") == "calibration" for row in run.decisions], dtype=bool)
+    savings: Series = np.where(trial, np.nan, quotient(dense, sent))
+    return savings
+
+
 def _finish(figure: Figure, axes: Sequence[Axes], run: Run) -> bytes:
     handles, labels = [], []
     for axis in axes:
@@ -70,7 +87,13 @@ def _finish(figure: Figure, axes: Sequence[Axes], run: Run) -> bytes:
                 linewidth=0,
                 zorder=0,
             )
-    for phase in dict.fromkeys(span.phase for span in run.phases):
+    lengths: dict[str, float] = {}
+    for span in run.phases:
+        lengths[span.phase] = lengths.get(span.phase, 0.0) + span.last - span.first
+    for phase, length in lengths.items():
+        # The first two dense iterations of a long run are thinner than a pixel: no legend for them.
+        if length < _LEAST_SHARE * (run.last_step - run.first_step):
+            continue
         handles.append(Patch(facecolor=phase_colour(phase), alpha=BAND_ALPHA, edgecolor="#555555"))
         labels.append(phase_label(phase))
     label_steps(axes[-1], run.first_step, run.last_step)
@@ -206,10 +229,12 @@ def _rank(run: Run) -> Picture | str:
         )
     else:
         axis.plot(steps, means, color=BLUE, linewidth=2, drawstyle="steps-post", label="mean rank")
+    axis.set_ylim(0, 1.12 * axis.dataLim.y1)
     bounds = {name: number(run.setting(f"controller.{name}")) for name in ("r_max", "r_min")}
     for name, bound in bounds.items():
         if math.isfinite(bound):
-            axis.axhline(bound, color=BLACK, linewidth=1, linestyle="--")
+            axis.axhline(bound, color=BLACK, linewidth=1, linestyle="--", zorder=1.5)
+            axis.set_ylim(0, max(axis.get_ylim()[1], 1.12 * bound))
             axis.annotate(
                 f"{name} {bound:g}",
                 (1.005, bound),
@@ -217,8 +242,6 @@ def _rank(run: Run) -> Picture | str:
                 va="bottom" if name == "r_max" else "top",
                 fontsize=9,
             )
-    axis.set_ylim(bottom=0)
-    axis.margins(y=0.12)
     axis.yaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     axis.set_ylabel("rank")
     told = "Rank in force in each window, over the compressed matrices; a gap means all dense."
@@ -244,7 +267,13 @@ def _bytes(run: Run) -> Picture | str:
     unit, name = byte_unit(float(np.nanmax(np.fmax(sent, dense))))
     figure, (axis, below) = new_figure(2, height=5.2, height_ratios=[3, 2])
     axis.plot(
-        steps, dense / unit, color=BLACK, linestyle="--", linewidth=1.6, label="dense (plain DDP)"
+        steps,
+        dense / unit,
+        color=BLACK,
+        linestyle="--",
+        linewidth=1.6,
+        label="dense (plain DDP)",
+        zorder=3,
     )
     axis.plot(steps, sent / unit, color=BLUE, linewidth=2, label="sent")
     axis.set_ylim(bottom=0)
@@ -252,12 +281,24 @@ def _bytes(run: Run) -> Picture | str:
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     ratio = quotient(dense, sent)
     below.plot(steps, ratio, color=VERMILLION, linewidth=2, label="dense / sent, so far")
+    known = ratio[np.isfinite(ratio)]
+    if known.size:
+        below.annotate(
+            f"{known[-1]:.3g} ×",
+            (1.005, known[-1]),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            color=VERMILLION,
+        )
     edges = window_edges(run)
     if edges.size > 2:
-        gained = [np.diff(np.interp(edges, steps, values)) for values in (dense, sent)]
-        window = quotient(gained[0], gained[1])
         below.stairs(
-            window, edges, baseline=None, color=GREEN, linewidth=1.4, label="dense / sent, window"
+            window_savings(run),
+            edges,
+            baseline=None,
+            color=GREEN,
+            linewidth=1.4,
+            label="dense / sent, window",
         )
     below.set_ylim(bottom=0)
     below.set_ylabel("times fewer bytes")

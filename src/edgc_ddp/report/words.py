@@ -82,7 +82,7 @@ def rank_words(row: Row) -> str:
 
 
 def path_words(run: Run) -> str:
-    """The way of the mean rank.
+    """The turning points of the mean rank.
 
     >>> from pathlib import Path
     >>> rows = tuple({"step": r, "phase": "compress", "ranks": {"a": r}} for r in (32, 8))
@@ -96,17 +96,20 @@ def _short(rank: float) -> str:
     return f"{round(rank, 1):g}"
 
 
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
 def sentence(run: Run) -> str:
     """The whole run in one sentence."""
     planned = number(run.setting("train.steps"))
     took = f" in {duration(run.seconds)}" if math.isfinite(run.seconds) else ""
     if run.summary is not None:
-        steps = number(run.summary.get("steps"))
-        done = f"{int(steps) if math.isfinite(steps) else run.last_step:,}"
-        text = f"The run finished {done} steps{took}"
+        text = f"The run finished {_count(run.steps_done, 'step')}{took}"
     else:
+        made = _count(run.steps_done, "step")
         of = f" of {int(planned):,}" if math.isfinite(planned) else ""
-        text = f"The run has not finished: it got to step {run.last_step:,}{of}{took}"
+        text = f"The run has not finished: it made {made}{of}{took}"
     if math.isfinite(run.val_loss):
         end = "a validation loss" if run.summary is not None else "a validation loss so far"
         text += f", with {end} of {loss_words(run.val_loss)}"
@@ -152,7 +155,7 @@ def key_figures(run: Run) -> dict[str, str]:
     return {
         "controller": run.controller or UNKNOWN,
         "finished": "yes" if run.summary is not None else "no",
-        "steps": f"{run.last_step:,}{of}",
+        "steps": f"{run.steps_done:,}{of}",
         "validation loss (nats per byte)": loss_words(run.val_loss),
         "last training loss (nats per byte)": loss_words(last),
         "time": duration(run.seconds),
@@ -160,7 +163,7 @@ def key_figures(run: Run) -> dict[str, str]:
         "bytes of plain DDP": in_bytes(run.total("dense_bytes")),
         "times fewer bytes": digits(run.saving),
         "mean rank while compressing": digits(run.mean_rank) if run.mean_rank else "dense",
-        "way of the mean rank": path_words(run),
+        "rank path": path_words(run),
         "decisions": f"{len(run.decisions):,}",
         "final plan": str((run.summary or {}).get("final_plan_digest") or UNKNOWN),
     }
