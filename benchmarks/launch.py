@@ -17,7 +17,7 @@ from benchmarks.worker import Job
 
 _PORT = 29500
 _ROOT = Path(__file__).parent.parent
-_LAST_LINES = 25
+_LAST_LINES = 60
 _GRACE_SECONDS = 10
 
 

@@ -25,7 +25,7 @@ from benchmarks.links import Link, sent_bytes
 PREFIX = "edgcbench"
 """Every namespace this module makes is named ``edgcbench-<process id>-...``."""
 _SECONDS = 20
-_CONGESTION_CONTROL = "cubic"
+_CONGESTION_CONTROL = "reno"
 
 
 class NetworkError(RuntimeError):
@@ -183,10 +183,10 @@ def sweep() -> list[str]:
     for line in _run("ip", "netns", "list").splitlines():
         name = line.split()[0] if line.split() else ""
         parts = name.split("-")
-        if parts[0] == PREFIX and len(parts) == 3 and parts[1].isdecimal():
-            if not Path(f"/proc/{parts[1]}").exists():
-                stale.append(name)
-                _remove(name)
+        ours = parts[0] == PREFIX and len(parts) == 3 and parts[1].isdecimal()
+        if ours and not Path(f"/proc/{parts[1]}").exists():
+            stale.append(name)
+            _remove(name)
     return stale
 
 
@@ -233,8 +233,8 @@ def _is_zombie(pid: int) -> bool:
 
 
 def _set_congestion_control(*prefix: str) -> None:
-    # One fixed choice makes runs comparable: BBR, some machines' default, drains its window every ten
-    # seconds. A user namespace may be refused it; the record says what is in force.
+    # One fixed choice makes runs comparable, and Reno alone is allowed in every namespace. BBR, some
+    # machines' default, empties its window every ten seconds. The record says what is in force.
     path = "/proc/sys/net/ipv4/tcp_congestion_control"
     _try(*prefix, "sh", "-c", f"echo {_CONGESTION_CONTROL} > {path}")
 

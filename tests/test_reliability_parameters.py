@@ -92,7 +92,7 @@ class Convolutions(nn.Module):
         self.one = nn.Conv1d(3, 8, 3)
         self.two = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.three = nn.Conv3d(2, 5, 2).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
-        self.back = nn.ConvTranspose2d(4, 3, 3, groups=2)
+        self.back = nn.ConvTranspose2d(4, 6, 3, groups=2)
 
     def forward(self, generator: torch.Generator) -> Tensor:
         def draw(*shape: int) -> Tensor:

@@ -20,7 +20,7 @@ from edgc_ddp.observer import Observer
 from edgc_ddp.progress import Progress
 
 VERSION = 1
-_KEYS = {"version", "controller", "world_size", "layout", "progress", "slots", "window"}
+_KEYS = {"version", "controller", "world_size", "layout", "progress", "slots", "window", "buckets"}
 
 
 def pack(engine: Engine) -> dict[str, Any]:
@@ -33,6 +33,7 @@ def pack(engine: Engine) -> dict[str, Any]:
         "layout": [[m.name, m.rows, m.cols] for m in layout.matrices] if layout else [],
         "progress": _pack_progress(engine.progress),
         "slots": {slot.name: _pack_slot(slot) for slot in engine.memory.slots.values()},
+        "buckets": list(engine.registry.first_buckets),
         "window": None if observer is None else observer.state_dict(engine.spans()),
     }
 
@@ -120,7 +121,7 @@ def unpack(engine: Engine, packed: Mapping[str, Any]) -> None:
     matrices = tuple(MatrixSpec(*entry) for entry in packed["layout"])
     engine.layout = Layout(matrices, packed["world_size"]) if packed["world_size"] else None
     index = {matrix.name: place for place, matrix in enumerate(matrices)}
-    engine.registry.loaded = True
+    engine.registry.expect(packed["buckets"])
     for name, entry in packed["slots"].items():
         slot = engine.memory.slots.get(name)
         if slot is None:

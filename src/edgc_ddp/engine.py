@@ -6,20 +6,24 @@ the head of an iteration is in force before that iteration's first bucket is com
 
 from __future__ import annotations
 
+import copy
 import math
+import weakref
 from dataclasses import replace
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from edgc_ddp.decisions import Controller, Layout, Observation, Plan
-from edgc_ddp.lane import Lane, Mark, Task, TensorFuture, open_lane
+from edgc_ddp.lane import Lane, Mark, Task, TensorFuture, open_lane, payload_bytes
 from edgc_ddp.memory import ParameterMemory
 from edgc_ddp.observer import Observer
 from edgc_ddp.progress import Progress
 from edgc_ddp.reducers.bucket import Bucket, Settings
 from edgc_ddp.reducers.dense import reduce_dense
 from edgc_ddp.reducers.low_rank import reduce_low_rank
+from edgc_ddp.reducers.sparse import reduce_sparse
 from edgc_ddp.registry import Registry
 
 
@@ -42,6 +46,8 @@ class Engine:
         self.progress = Progress(Plan({}, phase="start", until=start_iter))
         self.layout: Layout | None = None
         self.observer: Observer | None = None
+        self.loss_scale: float | None = None
+        """What the loss of the coming backward is multiplied by, when the user says so."""
         self._lane: Lane | None = None
         self._began: Mark | None = None
         self._started = self._finished = 0
@@ -52,6 +58,7 @@ class Engine:
         buffer = bucket.buffer()
         if self._lane is None:
             self._lane = open_lane(self.process_group, buffer.device)
+            weakref.finalize(self, self._lane.close)
             self._check_world_size(self._lane)
         lane = self._lane
         if buffer.device != lane.device:
@@ -59,15 +66,45 @@ class Engine:
                 f"edgc_hook met gradients on {buffer.device} after gradients on {lane.device}: a model "
                 "on several devices is not supported. Wrap one device's part in DDP at a time."
             )
-        view = Bucket(buffer, self.registry.slots(bucket.parameters()))
+        view = Bucket(buffer, self.registry.slots(bucket.parameters(), buffer.is_sparse))
         first, last = bucket.index() == 0, bucket.is_last()
         began = lane.mark() if first else None
+        if first and self.loss_scale is not None:
+            # Read here: on the worker thread it could already be that of the next backward.
+            scale = self.loss_scale
+            return lane.submit(lambda: self._average(view, lane, began, last, scale))
         return lane.submit(lambda: self._average(view, lane, began, last))
 
     def close(self) -> None:
-        """Stop the worker thread. The state stays readable."""
+        """Stop the worker thread. The state stays whole; the next hook call starts another thread."""
         if self._lane is not None:
+            if self.observer is not None:
+                self.observer.spans = list(self.spans())
             self._lane.close()
+            self._lane = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not None:
+            raise TypeError(
+                "a state with process_group= cannot be pickled, since process groups cannot: save "
+                "state.state_dict(), which needs none, and load it into a new EDGCState"
+            )
+        return self._portable()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
+        twin = memo[id(self)] = object.__new__(type(self))
+        portable = self._portable()
+        # A group is a connection to other processes: copies share it.
+        memo[id(self.process_group)] = self.process_group
+        twin.__dict__.update(copy.deepcopy(portable, memo))
+        return twin
+
+    def _portable(self) -> dict[str, Any]:
+        """Everything but the lane, which a copy opens for itself."""
+        observer = copy.copy(self.observer)
+        if observer is not None:
+            observer.spans = list(self.spans())
+        return {**self.__dict__, "observer": observer, "_lane": None, "_began": None}
 
     def _check_world_size(self, lane: Lane) -> None:
         """A state may be loaded before the process group exists; its size is known only now."""
@@ -80,16 +117,27 @@ class Engine:
                 "edgc_ddp.checkpoint.merge([...], world_size)"
             )
 
-    def _average(self, bucket: Bucket, lane: Lane, began: Mark | None, last: bool) -> Task:
+    def _average(
+        self,
+        bucket: Bucket,
+        lane: Lane,
+        began: Mark | None,
+        last: bool,
+        loss_scale: float | None = None,
+    ) -> Task:
         """One bucket's task. ``began`` is given with the first bucket of an iteration."""
         if began is not None:
             self._begin_iteration(lane, began)
+        if loss_scale is not None:
+            self._follow(loss_scale)
         self._started += 1
         self._last_started = last
         progress = self.progress
-        progress.dense_bytes += lane.traffic(bucket.buffer.numel() * bucket.buffer.element_size())
-        observer = self._sample(bucket)
-        if any(self.settings.compresses(slot) for slot in bucket.slots):
+        progress.dense_bytes += lane.traffic(payload_bytes(bucket.buffer))
+        observer = None if bucket.buffer.is_sparse else self._sample(bucket)
+        if bucket.buffer.is_sparse:
+            average = yield from reduce_sparse(bucket, lane)
+        elif any(self.settings.compresses(slot) for slot in bucket.slots):
             average = yield from reduce_low_rank(bucket, lane, self.settings, self.memory, observer)
         else:
             average = yield from reduce_dense(bucket, lane)
@@ -107,6 +155,12 @@ class Engine:
         self._last_started = False
         if self.progress.step >= self.progress.plan.until:
             self._decide(lane)
+
+    def _follow(self, loss_scale: float) -> None:
+        """Residuals are gradients under the loss scale of their time: bring them to this one."""
+        before, self.progress.loss_scale = self.progress.loss_scale, loss_scale
+        if before is not None and before != loss_scale:
+            self.memory.rescale(loss_scale / before)
 
     def _end_iteration(self, lane: Lane) -> None:
         progress = self.progress

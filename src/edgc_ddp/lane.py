@@ -31,6 +31,16 @@ CHANNELS = 2
 """Dependent collectives a bucket may need: factors P and small tensors first, factors Q second."""
 
 
+def payload_bytes(tensor: Tensor) -> int:
+    """Bytes of a dense tensor's entries, or of a sparse one's indices and values.
+
+    >>> payload_bytes(torch.zeros(3, 5)), payload_bytes(torch.eye(4).to_sparse())
+    (60, 80)
+    """
+    parts = (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
 class Handle(Protocol):
     """A collective that was started."""
 
@@ -55,7 +65,7 @@ class Lane:
 
     def all_reduce(self, tensor: Tensor, channel: int) -> Handle:
         """Start summing ``tensor`` over all ranks, in place."""
-        self.sent_bytes += self.traffic(tensor.numel() * tensor.element_size())
+        self.sent_bytes += self.traffic(payload_bytes(tensor))
         work = dist.all_reduce(tensor, group=self._channels[channel], async_op=True)
         assert work is not None
         handle: Handle = work
@@ -195,6 +205,8 @@ class ThreadLane(Lane):
     def _serve(self) -> None:
         while (event := self._events.get()) is not None:
             event()
+            # Kept while the queue is empty, it would keep the engine, which then never closes the lane.
+            del event
             while self._advance():
                 pass
 

@@ -121,6 +121,12 @@ class ParameterMemory:
         text = f"{self.seed}/{slot.name}/{rank}".encode()
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
+    def rescale(self, factor: float) -> None:
+        """Multiply every residual."""
+        for slot in self.slots.values():
+            if slot.residual is not None:
+                slot.residual.mul_(factor)
+
     def ensure_residual(self, slot: Slot, device: torch.device) -> Tensor:
         """The residual of a slot, zero at first."""
         if slot.residual is None:

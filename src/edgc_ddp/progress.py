@@ -26,4 +26,6 @@ class Progress:
     entropy: float = math.nan
     residual: float = math.nan
     span_seconds: float = math.nan
+    loss_scale: float | None = None
+    """The loss scale that the residuals are under; None when nobody has told."""
     history: list[dict[str, Any]] = field(default_factory=list)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,17 +24,43 @@ class Registry:
         """Whether every parameter has been seen."""
         self.loaded = False
         """Whether the slots came from a checkpoint."""
+        self.first_buckets: list[int] = []
+        """How many parameters each bucket of the first iteration had."""
+        self._expected_buckets: list[int] = []
         self._by_id: dict[int, tuple[Tensor, Slot]] = {}
         # Parameters are kept, since an id may be given again once its object is gone.
         self._names: dict[int, tuple[Tensor, str]] | None = None
+        self._sparse: set[str] = set()
         if model is not None:
-            self._names = {id(p): (p, _plain(n)) for n, p in model.named_parameters()}
+            ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+            named = [(n, p) for n, p in model.named_parameters() if n not in ignored]
+            self._names = {id(p): (p, _plain(n)) for n, p in named}
+            self._sparse = {self._names[i][1] for i in _sparse_ids(model) if i in self._names}
 
-    def slots(self, parameters: Sequence[Tensor]) -> tuple[Slot, ...]:
+    def expect(self, first_buckets: Sequence[int]) -> None:
+        """The slots now come from a checkpoint of a run whose first buckets were these."""
+        self.loaded = True
+        self._expected_buckets = list(first_buckets)
+
+    def slots(self, parameters: Sequence[Tensor], sparse: bool = False) -> tuple[Slot, ...]:
         """The slots of a bucket's parameters, made on first sight."""
-        return tuple(self._slot(parameter) for parameter in parameters)
+        if not self.closed:
+            self._note_bucket(len(parameters))
+        return tuple(self._slot(parameter, sparse) for parameter in parameters)
 
-    def _slot(self, parameter: Tensor) -> Slot:
+    def _note_bucket(self, size: int) -> None:
+        """Without names, the order of arrival must be that of the run which wrote the checkpoint."""
+        place = len(self.first_buckets)
+        self.first_buckets.append(size)
+        if self._names is None and self._expected_buckets[place : place + 1] not in ([], [size]):
+            raise ValueError(
+                "the loaded state was written without model= and knows parameters by the buckets they "
+                f"first came in, but bucket {place} held {self._expected_buckets[place]} parameters there "
+                f"and {size} here: use the same model and bucket_cap_mb, or pass model=ddp.module at both "
+                "times"
+            )
+
+    def _slot(self, parameter: Tensor, sparse: bool) -> Slot:
         known = self._by_id.get(id(parameter))
         if known is not None:
             return known[1]
@@ -42,7 +70,8 @@ class Registry:
                 "serves one DistributedDataParallel model. Make a new EDGCState for each model."
             )
         name = self._name_of(parameter)
-        sides = _sides(parameter)
+        # A sparse gradient has no matrix in the bucket to factorise.
+        sides = None if sparse else _sides(parameter)
         slot = self.memory.slots.get(name)
         if slot is None and self.loaded:
             raise ValueError(
@@ -74,13 +103,43 @@ class Registry:
         """Entries and matrix sides of every parameter by name; None while they are not known."""
         if self._names is not None:
             return {
-                name: (parameter.numel(), _sides(parameter))
+                name: (parameter.numel(), None if name in self._sparse else _sides(parameter))
                 for parameter, name in self._names.values()
                 if parameter.requires_grad
             }
         if self.closed:
             return {slot.name: (p.numel(), slot.sides) for p, slot in self._by_id.values()}
         return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy serves another DDP model, whose parameters it has yet to meet; ids mean nothing there.
+        names = None if self._names is None else list(self._names.values())
+        buckets = self.first_buckets if self.closed else self._expected_buckets
+        return {
+            "memory": self.memory,
+            "closed": False,
+            "loaded": self.loaded or self.closed,
+            "first_buckets": [],
+            "_expected_buckets": list(buckets),
+            "_by_id": {},
+            "_names": names,
+            "_sparse": self._sparse,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if (names := state["_names"]) is not None:
+            self._names = {id(parameter): (parameter, name) for parameter, name in names}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Registry:
+        state = self.__getstate__()
+        names = state.pop("_names")
+        if names is not None:
+            # The copied model's parameters when it is copied too, else the same ones: never new ones.
+            names = [(memo.get(id(parameter), parameter), name) for parameter, name in names]
+        twin = memo[id(self)] = object.__new__(type(self))
+        twin.__setstate__({**copy.deepcopy(state, memo), "_names": names})
+        return twin
 
     def layout(self, world_size: int) -> Layout:
         """All compressible matrices, in the model's order (else in order of arrival)."""
@@ -100,6 +159,13 @@ def _sides(parameter: Tensor) -> tuple[int, int] | None:
     if not parameter.dtype.is_floating_point:
         return None
     return matrix_shape(stored_shape(parameter.shape, parameter.stride()))
+
+
+def _sparse_ids(model: torch.nn.Module) -> Iterator[int]:
+    """Parameters that DDP will bring as sparse gradients, by its own rule."""
+    for module in model.modules():
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
+            yield id(module.weight)
 
 
 def _plain(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -104,6 +105,23 @@ class EDGCState:
             "plan_digest": progress.plan.digest(),
         }
 
+    @property
+    def loss_scale(self) -> float | None:
+        """What the loss is multiplied by; None (the default) when it never changes.
+
+        With a loss scaler set ``state.loss_scale = scaler.get_scale()`` after ``scaler.update()``: what
+        is still to be sent then follows the scale. Raises ValueError unless it is None or positive.
+        """
+        return self.engine.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float | None) -> None:
+        if scale is not None and not 0 < float(scale) < math.inf:
+            raise ValueError(
+                f"loss_scale={scale!r}: expected a positive number, scaler.get_scale(), or None"
+            )
+        self.engine.loss_scale = None if scale is None else float(scale)
+
     def plan(self) -> dict[str, int]:
         """The rank in force for every matrix by parameter name; 0 = averaged dense."""
         return self.engine.effective_ranks()
@@ -130,5 +148,5 @@ class EDGCState:
         checkpoint.unpack(self.engine, state_dict)
 
     def close(self) -> None:
-        """Stop the worker thread; done at interpreter exit otherwise. No hook call may follow."""
+        """Stop the worker thread; done at interpreter exit otherwise."""
         self.engine.close()

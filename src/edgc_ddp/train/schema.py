@@ -67,6 +67,23 @@ class ScheduleConfig:
 
 
 @dataclass
+class EntropyConfig:
+    """What the controllers edgc and edgc_code share. An experiment sets it here, so that any other
+    controller can take their place in it. Durations: whole numbers are iterations, fractions are shares
+    of the run. Bounds of null are measured on the live job."""
+
+    window: int | float = 0.05
+    warmup: int | float = 0.1
+    warmup_limit: int | float | None = None
+    r_max: int | None = None
+    r_min: int | None = None
+    step_limit: int = 4
+    alpha: float = 0.1
+    beta: float = 0.25
+    scope: str = "stage"
+
+
+@dataclass
 class TrainConfig:
     """``batch_size`` is per rank and micro-batch; a period of 0 means only at the end, or never for
     checkpoints; ``clip`` 0 means no clipping."""
@@ -90,6 +107,7 @@ class Config:
     nproc: int = 2
     seed: int = 0
     controller: Any = MISSING
+    entropy: EntropyConfig = field(default_factory=EntropyConfig)
     hook: HookConfig = field(default_factory=HookConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
