@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from edgc_ddp.decisions import Layout, Observation, Plan
+from edgc_ddp.factors import FactorSums
 from edgc_ddp.lane import Mark
 from edgc_ddp.maths.entropy import resolve_estimator
 from edgc_ddp.maths.orthogonal import orthonormalise, random_basis
@@ -31,10 +32,13 @@ class Observer:
         self.spans: list[float | tuple[Mark, Mark]] = []
         """Seconds, or the two marks between which they will be read."""
         self.steps = 0
-        self.reset(probe_rank=0)
+        self.factors = FactorSums(layout, device)
+        self.reset(Plan({}, phase="start"))
 
-    def reset(self, probe_rank: int) -> None:
-        """Begin a window."""
+    def reset(self, plan: Plan) -> None:
+        """Begin a window under this plan."""
+        self.factors.reset(plan.ranks)
+        probe_rank = plan.probe_rank
         self.steps = 0
         self.spans = []
         count = len(self.layout.matrices)
@@ -46,6 +50,7 @@ class Observer:
         """Bring what a checkpoint left elsewhere to where the gradients are."""
         self.device = device
         self.sums, self.curve = self.sums.to(device), self.curve.to(device)
+        self.factors.move_to(device)
 
     def state_dict(self, spans: Sequence[float]) -> dict[str, Any]:
         """The window so far; ``spans`` in seconds."""
@@ -54,6 +59,7 @@ class Observer:
             "spans": list(spans),
             "sums": self.sums.clone(),
             "curve": self.curve.clone(),
+            "factors": self.factors.state_dict(),
         }
 
     def load_state_dict(self, window: Mapping[str, Any]) -> None:
@@ -61,6 +67,7 @@ class Observer:
         self.steps, self.spans = window["steps"], list(window["spans"])
         self.sums = window["sums"].clone().to(self.device)
         self.curve = window["curve"].clone().to(self.device)
+        self.factors.load_state_dict(window["factors"])
 
     def sample(self, index: int, grad_MN: Tensor, plan: Plan, step: int) -> None:
         """Take one matrix's entropy. ``grad_MN`` is this rank's own gradient, before compression:
@@ -89,7 +96,9 @@ class Observer:
         rows, cols = average_MN.shape
         average_MN = average_MN.to(self.curve.dtype)
         rank = min(len(self.curve) - 1, rows)
-        q_NR = random_basis(cols, rank, torch.Generator().manual_seed(cols)).to(average_MN)
+        # Drawn on the device: a copy from the host would make it wait.
+        generator = torch.Generator(average_MN.device).manual_seed(cols)
+        q_NR = random_basis(cols, rank, generator).to(average_MN.dtype)
         p_MR = orthonormalise(average_MN @ q_NR)
         captured_R = (average_MN.t() @ p_MR).square().sum(0).cumsum(0)
         total = average_MN.square().sum()
