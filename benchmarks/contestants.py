@@ -18,7 +18,8 @@ MEANING = {
     "bf16": "the lines of torch's bf16_compress_hook, which DDP refuses on CPU by its name",
     "powersgd": "torch's powerSGD_hook, one bucket (it aborts with more on Gloo), "
     "start_powerSGD_iter=2, warm start, error feedback",
-    "epfml": "epfml/powersgd after backward, from the checkout that --epfml names",
+    "epfml": "epfml/powersgd after backward, from the checkout that --epfml names, "
+    "num_iters_per_step=2 as in its README (its default, 1, sends one factor per step)",
     "edgc": "edgc_hook with FixedRank, start_iter=2, error feedback",
 }
 _ELEMENT_BYTES = {"none": 0, "ddp": 4, "fp16": 2, "bf16": 2}

@@ -26,7 +26,9 @@ _SEED = 0
 class Entrant:
     """Runs one contestant. ``weights`` is the module whose weights all entrants of a rank share."""
 
-    def __init__(self, contestant: Contestant, workload: Workload, weights: nn.Module | None) -> None:
+    def __init__(
+        self, contestant: Contestant, workload: Workload, weights: nn.Module | None
+    ) -> None:
         self.contestant = contestant
         self.module = _build(workload, weights)
         self._steps = 0
@@ -36,7 +38,6 @@ class Entrant:
             self.module,
             # Equal seeds already gave equal weights.
             init_sync=False,
-            broadcast_buffers=False,
             gradient_as_bucket_view=workload.bucket_views,
             **options,
         )
@@ -106,10 +107,12 @@ class EpfmlEntrant(Entrant):
         self._steps = 0
         package = _epfml(checkout)
         self._parameters = list(self.module.parameters())
-        self._aggregator = package.PowerSGD(
-            self._parameters,
-            package.Config(rank=contestant.rank, start_compressing_after_num_steps=2),
+        # Two iterations, left and right, make what the paper and torch call one step; its default of
+        # one sends a single factor per step.
+        config = package.Config(
+            rank=contestant.rank, num_iters_per_step=2, start_compressing_after_num_steps=2
         )
+        self._aggregator = package.PowerSGD(self._parameters, config)
         self._averages: list[Tensor] = []
 
     def step(self) -> None:
@@ -150,7 +153,9 @@ def _build(workload: Workload, weights: nn.Module | None) -> nn.Module:
 
 def _epfml(checkout: str) -> Any:
     if not (Path(checkout) / "powersgd" / "powersgd.py").is_file():
-        raise ValueError(f"--epfml={checkout!r}: no powersgd/powersgd.py there; name a checkout's root")
+        raise ValueError(
+            f"--epfml={checkout!r}: no powersgd/powersgd.py there; name a checkout's root"
+        )
     if checkout not in sys.path:
         sys.path.insert(0, checkout)
     return importlib.import_module("powersgd")
@@ -164,5 +169,8 @@ def no_communication(state: object, bucket: dist.GradBucket) -> torch.futures.Fu
 
 
 def to_bf16(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """torch's bf16_compress_hook under a name that DDP accepts on CPU."""
-    return default_hooks._compress_hook(torch.bfloat16, dist.group.WORLD, bucket)
+    """What torch's bf16_compress_hook does, under a name that DDP accepts on CPU."""
+    buffer = bucket.buffer()
+    narrow = buffer.to(torch.bfloat16).div_(dist.get_world_size())
+    future = dist.all_reduce(narrow, async_op=True).get_future()
+    return future.then(lambda done: buffer.copy_(done.value()[0]))

@@ -33,7 +33,6 @@ def run_job(job: Job, network: Network) -> list[dict[str, Any]]:
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        # In the rootless form a worker is the same user outside its namespace, so this stays readable.
         job.save(folder / "job.json")
         with ExitStack() as stack:
             logs = [

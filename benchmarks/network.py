@@ -55,7 +55,9 @@ class Network:
     def interface_bytes(self) -> list[int]:
         """Bytes each host's interface has sent so far; the shared one's, once, in rootless form."""
         hosts = 1 if self.shared else self.hosts
-        return [sent_bytes(self.run(h, "cat", "/proc/net/dev"), self.interface) for h in range(hosts)]
+        return [
+            sent_bytes(self.run(h, "cat", "/proc/net/dev"), self.interface) for h in range(hosts)
+        ]
 
     def describe(self) -> dict[str, object]:
         """What a record must say about the network."""
@@ -152,7 +154,8 @@ def rootless(hosts: int, link: Link) -> Iterator[Network]:
                 "unprivileged user namespaces, or run as root with --network bridged"
             )
         namespace = os.readlink(f"/proc/{holder.pid}/ns/net")
-        _run(*enter, "ip", "link", "set", "lo", "up")
+        # The token bucket drops packets above its burst, and loopback's own are of 64 KiB.
+        _run(*enter, "ip", "link", "set", "lo", "mtu", "1500", "up")
         if link.bits_per_second is not None:
             _run(*enter, "tc", "qdisc", "add", "dev", "lo", "root", *link.tbf())
         _set_congestion_control(*enter)
@@ -252,7 +255,8 @@ def _run(*command: str) -> str:
     if done.returncode:
         raise NetworkError(
             f"`{' '.join(command)}` failed: {done.stderr.strip() or done.returncode}. "
-            "The kernel must offer network namespaces, veth, bridge and the tbf queue"
+            "The kernel must offer network namespaces, veth, bridge and the tbf queue, and allow this "
+            "user to make them (--network rootless asks for less)"
         )
     return done.stdout
 

@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,12 @@ from benchmarks.summary import Row, summarise, table
 RESULTS = Path(__file__).parent / "results"
 _MIN_STEPS = 30
 _MIN_ROUNDS = 3
-_MAX_LOAD = 0.5
+_MAX_BUSY = 0.05
+_LOOK_SECONDS = 3.0
 
 
-def new_folder(parent: Path, name: str, today: datetime.date) -> Path:
-    """Make ``<parent>/<date>-<name>``.
+def folder_for(parent: Path, name: str, today: datetime.date) -> Path:
+    """``<parent>/<date>-<name>``, not made yet.
 
     Raises:
         ValueError: the name does not suit a folder, or the folder exists: records are not overwritten.
@@ -40,7 +42,6 @@ def new_folder(parent: Path, name: str, today: datetime.date) -> Path:
     folder = parent / f"{today.isoformat()}-{name}"
     if folder.exists():
         raise ValueError(f"{folder} exists, and records are not overwritten: give another --name")
-    folder.mkdir(parents=True)
     return folder
 
 
@@ -57,6 +58,25 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "edgc_ddp": edgc_ddp.__version__,
     }
+
+
+def busy_before() -> float:
+    """Share of the processors' time, over three seconds, that something else takes now."""
+    before = Path("/proc/stat").read_text()
+    time.sleep(_LOOK_SECONDS)
+    return busy_share(before, Path("/proc/stat").read_text())
+
+
+def busy_share(before: str, after: str) -> float:
+    """Share of time not idle between two texts of ``/proc/stat``.
+
+    >>> busy_share("cpu 10 0 10 70 10 0 0 0", "cpu 30 0 15 140 15 0 0 0")
+    0.25
+    """
+    first, last = ([int(n) for n in text.split("\n")[0].split()[1:9]] for text in (before, after))
+    spent = [b - a for a, b in zip(first, last, strict=True)]
+    # The fourth is idle, the fifth idle while a disk works.
+    return 1 - (spent[3] + spent[4]) / max(1, sum(spent))
 
 
 def commit(folder: Path) -> dict[str, Any]:
@@ -84,9 +104,9 @@ def objections(config: Mapping[str, Any]) -> list[str]:
         found.append(f"{config['steps']} steps, fewer than {_MIN_STEPS}")
     if config["rounds"] < _MIN_ROUNDS:
         found.append(f"{config['rounds']} rounds, fewer than {_MIN_ROUNDS}")
-    for link, load in config["load_before"].items():
-        if load > _MAX_LOAD:
-            found.append(f"something else ran before {link} (load {load:.2f}, above {_MAX_LOAD})")
+    for link, busy in config["busy_before"].items():
+        if busy > _MAX_BUSY:
+            found.append(f"the machine was {busy:.0%} busy with something else before {link}")
     return found
 
 
@@ -95,6 +115,7 @@ def write(folder: Path, config: Mapping[str, Any], raw: Mapping[str, Any]) -> st
 
     ``raw`` holds, per link name, ``network`` (:meth:`Network.describe`) and ``blocks``.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     (folder / "raw.json").write_text(json.dumps(raw) + "\n")
     return derive(folder)
@@ -108,8 +129,10 @@ def derive(folder: Path) -> str:
     for name, measured in raw.items():
         rows = summarise(measured["blocks"], Link.parse(name), measured["network"]["shared"])
         network = measured["network"]
-        parts.append(f"## {name}\n\n{network['form']}: {network['note']}; {network['shaping']}; TCP ")
-        parts[-1] += f"{network['congestion_control']}.\n\n{table(rows)}\n"
+        parts.append(
+            f"## {name}\n\n{network['form']}: {network['note']}; {network['shaping']}; "
+            f"TCP {network['congestion_control']}.\n\n{table(rows)}\n"
+        )
         _plot(rows, f"{config['model']}, {config['hosts']} hosts, {name}", folder / f"{name}.png")
     parts.append(_legend(list(config["contestants"])))
     text = "\n".join(parts)
@@ -148,9 +171,9 @@ def _legend(names: Sequence[str]) -> str:
             "- `-r16` is the rank, `-bf16` what factors travel in, `@4` buckets of 4 MiB instead of DDP's",
             "  default (25, the first 1). Each low-rank method decides by its own default which matrices",
             "  are worth compressing, so equal ranks need not mean equal bytes.",
-            "- Step: forward and backward with averaging, to the slowest host's end. MB (10^6) per host and",
-            "  step: sent as the interface counts them, headers and acknowledgements included; claimed as",
-            "  the method itself counts. Floor: max(no communication, MB sent / link speed).",
+            "- A step is forward and backward with averaging, until the slowest host is done. MB (10^6)",
+            "  are per host and step: sent as the interface counts, headers and acknowledgements",
+            "  included; claimed as the method counts. Floor: max(no communication, MB sent / link speed).",
             "",
         ]
     )

@@ -1,6 +1,6 @@
 """How long does a training step take, and where does the time go? All contestants in one run.
 
-    python -m benchmarks.step_time --hosts 2 --link 100mbit,1gbit --model gpt3m --ranks 4,16,64
+python -m benchmarks.step_time --hosts 2 --link 100mbit,1gbit --model gpt3m --ranks 4,16,64
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import argparse
 import datetime
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +36,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("--hosts", type=int, default=2)
-    p.add_argument("--link", default="100mbit,1gbit,unshaped", help="comma-separated, in this order")
+    p.add_argument(
+        "--link", default="100mbit,1gbit,unshaped", help="comma-separated, in this order"
+    )
     p.add_argument("--network", choices=FORMS, default=None, help="default: bridged for root")
     p.add_argument("--model", choices=WORKLOADS, default="gpt3m")
     p.add_argument("--ranks", default="4,16,64")
@@ -65,6 +68,7 @@ def contestants(arguments: argparse.Namespace) -> list[Contestant]:
     chosen = select(everyone, arguments.only.split(","))
     if arguments.epfml is None and any(c.kind == "epfml" for c in chosen):
         raise ValueError("epfml is asked for: name a checkout of epfml/powersgd with --epfml PATH")
+    # Through the parser, so that a wire that does not exist is refused before anything starts.
     return [Contestant.parse(c.name) for c in chosen]
 
 
@@ -103,9 +107,7 @@ def run(arguments: argparse.Namespace, command: str) -> str:
     everyone = contestants(arguments)
     workload = WORKLOADS[arguments.model]
     form = arguments.network or ("bridged" if os.geteuid() == 0 else "rootless")
-    keep = keep_all(
-        arguments.keep, workload, len(everyone), arguments.hosts, _available_memory()
-    )
+    keep = keep_all(arguments.keep, workload, len(everyone), arguments.hosts, _available_memory())
     now = datetime.datetime.now(datetime.timezone.utc)
     config: dict[str, Any] = {
         "command": command,
@@ -121,11 +123,13 @@ def run(arguments: argparse.Namespace, command: str) -> str:
         "block": arguments.block,
         "keep": keep,
         "pin": arguments.pin,
-        "load_before": {},
+        "busy_before": {},
     }
+    folder = record.folder_for(arguments.out, arguments.name or arguments.model, now.date())
     raw: dict[str, Any] = {}
+    table = ""
     for link in links:
-        config["load_before"][link.name] = os.getloadavg()[0]
+        config["busy_before"][link.name] = record.busy_before()
         print(f"{link.name}: {len(everyone)} contestants", file=sys.stderr, flush=True)
         with FORMS[form](arguments.hosts, link) as made:
             job = Job(
@@ -148,8 +152,8 @@ def run(arguments: argparse.Namespace, command: str) -> str:
                 "total_interface_bytes": total,
                 "blocks": blocks,
             }
-    folder = record.new_folder(arguments.out, arguments.name or arguments.model, now.date())
-    table = record.write(folder, config, raw)
+        # After every link, so that a later one's failure costs only itself.
+        table = record.write(folder, config, raw)
     return f"{table}\nwritten to {folder}"
 
 
@@ -157,6 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
     arguments = parser().parse_args(argv)
+    # Asked to end, clean up as at any other end: networks are removed on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         print(run(arguments, shlex.join(["python", "-m", "benchmarks.step_time", *argv])))
     except (ValueError, network.NetworkError, launch.WorkerError) as error:

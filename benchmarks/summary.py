@@ -84,7 +84,7 @@ def claim_per_host(blocks: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def summarise(blocks: Sequence[Mapping[str, Any]], link: Link, shared: bool) -> list[Row]:
-    """One row per contestant, in the order of their first blocks' first round.
+    """One row per contestant, in the order of the first round.
 
     Raises:
         ValueError: ``none`` or ``ddp`` was not measured, which the rest is compared with.
@@ -94,7 +94,9 @@ def summarise(blocks: Sequence[Mapping[str, Any]], link: Link, shared: bool) -> 
         by_name.setdefault(block["contestant"], []).append(block)
     for name in ("none", "ddp"):
         if name not in by_name:
-            raise ValueError(f"no blocks of {name!r}: measure it too, the others are compared with it")
+            raise ValueError(
+                f"no blocks of {name!r}: measure it too, the others are compared with it"
+            )
     quarters = {
         name: quartiles([1e3 * seconds for seconds in step_times(own)])
         for name, own in by_name.items()

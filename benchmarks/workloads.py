@@ -59,7 +59,12 @@ def gpt2_shapes(
     norm: list[tuple[int, ...]] = [(width,), (width,)]
     attention: list[tuple[int, ...]] = [(width, 3 * width), (3 * width,), (width, width), (width,)]
     wide: list[tuple[int, ...]] = [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
-    return [(vocabulary, width), (context, width), *(norm + attention + norm + wide) * layers, *norm]
+    return [
+        (vocabulary, width),
+        (context, width),
+        *(norm + attention + norm + wide) * layers,
+        *norm,
+    ]
 
 
 class Training(nn.Module):

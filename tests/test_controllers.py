@@ -6,6 +6,7 @@ A new controller joins by adding a row to ``CASES``.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -16,9 +17,12 @@ import pytest
 
 from edgc_ddp.controllers import (
     CONTROLLERS,
+    Accordion,
+    AdaptiveController,
     Dense,
     EntropyController,
     FixedRank,
+    LGreco,
     Scheduled,
     Selective,
 )
@@ -49,10 +53,23 @@ def seconds_at(rank: int) -> float:
     return 0.010 + 0.001 * rank
 
 
+@functools.cache
+def spectrum_at(entropy: float, matrix: MatrixSpec, place: int) -> tuple[float, ...]:
+    """Energies that grow with the entropy and fall more slowly the higher it is, by a ratio that is
+    another for every matrix."""
+    total = matrix.numel * math.exp(min(2 * entropy, 700.0))
+    ratio = min(0.97, max(0.5, 0.95 - 0.04 * place + 0.02 * (entropy + 5.0)))
+    ratio = ratio if math.isfinite(entropy) else math.nan
+    shares = [ratio**k for k in range(matrix.rows)]
+    whole = sum(shares)
+    return tuple(total * share / whole for share in shares)
+
+
 @dataclass(frozen=True)
 class World:
     """What the engine would measure: ``entropies[k]`` in compressed window k (the last goes on),
-    ``dense_entropy`` before, a time per rank and the energy that each rank leaves."""
+    ``dense_entropy`` before, a time per rank and the energy that each rank leaves. Gradients have as
+    much energy as their entropy says (:func:`spectrum_at`)."""
 
     entropies: tuple[float, ...] = (-5.0,)
     dense_entropy: float = -5.0
@@ -68,9 +85,20 @@ class World:
         rank = max(plan.ranks.values(), default=0)
         nth = min(window, len(self.entropies) - 1)
         entropy = self.dense_entropy if window < 0 else self.entropies[nth]
+        entropy = entropy if plan.sampling else math.nan
+        spectra = {
+            m.name: spectrum_at(entropy, m, place) for place, m in enumerate(layout.matrices)
+        }
+        ranks = {m.name: min(plan.ranks[m.name], m.rows) for m in layout.matrices}
         return Observation(
             steps=plan.until - step,
-            entropy={m.name: entropy if plan.sampling else math.nan for m in layout.matrices},
+            entropy={m.name: entropy for m in layout.matrices},
+            gradient_energy={name: sum(energies) for name, energies in spectra.items()},
+            captured={name: spectra[name][:rank] for name, rank in ranks.items()},
+            left={
+                name: sum(spectra[name][rank:]) if rank else math.nan
+                for name, rank in ranks.items()
+            },
             span_seconds=self.dense_seconds if dense else self.seconds(rank),
             error_curve=self.curve(self.energy(plan.until), plan.probe_rank)
             if plan.probe_rank
@@ -124,6 +152,10 @@ class Case:
     high: int
     adaptive: bool = True
     step_limit: int = 4
+    reads_entropy: bool = True
+    """Else the energies: then the first windows look for ranks, and later ones keep them."""
+    trades: bool = False
+    """A spike makes it move ranks from one matrix to another, not raise them."""
 
 
 def entropy_controller(**options: Any) -> EntropyController:
@@ -144,6 +176,31 @@ CASES = {
     "entropy code": Case(entropy_controller(policy="edgc_code", r_min=7), 7, 32),
     "entropy code matrix": Case(entropy_controller(policy="edgc_code", scope="matrix"), 8, 32),
     "entropy shares": Case(entropy_controller(window=0.05, warmup=0.1, total_steps=1000), 8, 32),
+    "accordion": Case(Accordion(16, 4, window=50), 4, 16, step_limit=12, reads_entropy=False),
+    "accordion shares": Case(
+        Accordion(16, 1, threshold=0.3, window=0.05, total_steps=1000), 1, 16, True, 15, False
+    ),
+    "lgreco": Case(
+        LGreco(8, window=50, step_limit=4), 4, 16, reads_entropy=False, trades=True
+    ),
+    "lgreco relative": Case(
+        LGreco(8, window=50, r_max=12, relative=True), 4, 12, True, 8, False, trades=True
+    ),
+    "adaptive": Case(
+        AdaptiveController(window=50, warmup=40), 1, 60, reads_entropy=False, trades=True
+    ),
+    "adaptive target": Case(
+        AdaptiveController(window=50, target=0.3, r_min=2, r_max=40, step_limit=5),
+        2, 40, step_limit=5, reads_entropy=False,
+    ),
+    "adaptive both": Case(
+        AdaptiveController(window=0.05, total_steps=1000, target=0.01, budget=0.05),
+        1, 60, reads_entropy=False, trades=True,
+    ),
+    "adaptive cost": Case(
+        AdaptiveController(window=50, warmup=0, cost=lambda matrix: 100.0 + matrix.cols),
+        1, 60, reads_entropy=False, trades=True,
+    ),
     "selective": Case(Selective(entropy_controller(), compress=("h.*",), dense=("*mlp*",)), 8, 32),
 }
 
@@ -216,34 +273,42 @@ def test_silence_changes_nothing(case: Case) -> None:
     trace = drive(case.controller, WORLDS["silence"])
     if case.adaptive:
         windows = compressed(trace)
-        assert len(windows) > 10
-        assert all(ranks == windows[0] for ranks in windows)
-        assert max(windows[0].values()) == case.high
+        assert len(windows) > 20
+        settled = windows[0] if case.reads_entropy else windows[15]
+        assert all(ranks == settled for ranks in windows[0 if case.reads_entropy else 15 :])
+        if case.reads_entropy:
+            assert max(windows[0].values()) == case.high
     else:
         assert trace == drive(case.controller, WORLDS["spikes"])
 
 
 @each_case
 def test_a_spike_raises_ranks_by_no_more_than_the_limit(case: Case) -> None:
-    quiet, spiked = (
-        drive(case.controller, World((-5.0, -5.1, -5.1, -5.1, -5.1, last))) for last in (-5.1, -4.0)
-    )
+    before_it = (-5.0,) + (-5.1,) * 15
+    quiet, spiked = (drive(case.controller, World((*before_it, last))) for last in (-5.1, -4.0))
     if not case.adaptive:
         assert quiet == spiked
         return
-    before, after = compressed(spiked)[5:7]
-    assert compressed(quiet)[5] == before
+    before, after = compressed(spiked)[16:18]
+    assert compressed(quiet)[16] == before
     rises = [after[name] - before[name] for name in before]
     assert 0 < max(rises) <= case.step_limit
+    if case.trades:
+        return
     assert min(rises) >= 0
 
 
 @pytest.mark.parametrize("world", [WORLDS["nan"], WORLDS["inf"]], ids=["nan", "inf"])
 @each_case
 def test_without_a_finite_entropy_ranks_stay(case: Case, world: World) -> None:
-    assert [each.plan.ranks for each in drive(case.controller, world)] == [
-        each.plan.ranks for each in drive(case.controller, WORLDS["silence"])
-    ]
+    trace = drive(case.controller, world)
+    if case.reads_entropy:
+        silence = drive(case.controller, WORLDS["silence"])
+        assert [each.plan.ranks for each in trace] == [each.plan.ranks for each in silence]
+    else:
+        windows = compressed(trace)
+        assert len(windows) > 20
+        assert all(ranks == windows[0] for ranks in windows)
 
 
 @each_case
@@ -589,6 +654,21 @@ def test_selective_hides_the_dense_matrices_from_the_inner_controller() -> None:
         ),
         (lambda: EntropyController(policy="paper"), "policy='paper': expected one of 'edgc'"),
         (lambda: EntropyController(scope="layer"), "scope='layer': expected one of 'stage'"),
+        (lambda: Accordion(8, 0), "low=0: expected a whole number >= 1; 1 is the strongest"),
+        (lambda: Accordion(8, 9), "low=9: expected at most high=8; exchange the two"),
+        (lambda: Accordion(8, 4, math.nan), "threshold=nan: expected a finite number >= 0; 0.5"),
+        (lambda: Accordion(8, 4, window=0.1), "window=0.1: expected total_steps beside a share"),
+        (lambda: LGreco(0), "rank=0: expected a whole number >= 1; use Dense()"),
+        (lambda: LGreco(8, r_min=9), "r_min=9: expected bounds around rank=8; move the bound"),
+        (lambda: LGreco(8, r_max=7), "r_max=7: expected bounds around rank=8; move the bound"),
+        (lambda: LGreco(8, step_limit=0), "step_limit=0: expected a whole number >= 1; leave"),
+        (lambda: LGreco(8, relative=1), "relative=1: expected True or False; True suits Adam"),  # type: ignore
+        (lambda: AdaptiveController(budget=0), "budget=0: expected a number in (0, 1]; 0.1 sends"),
+        (lambda: AdaptiveController(target=1), "target=1: expected a number below 1; 0.5 leaves"),
+        (lambda: AdaptiveController(r_min=5, r_max=4), "r_min=5: expected at most r_max=4; lower"),
+        (lambda: AdaptiveController(step_limit=0), "step_limit=0: expected a whole number >= 1"),
+        (lambda: AdaptiveController(warmup=-1), "warmup=-1: expected a whole number of iterations"),
+        (lambda: AdaptiveController(cost=3), "cost=3: expected a function of a MatrixSpec; leave"),  # type: ignore
         (lambda: Selective(8), "inner=8: expected a controller; give one"),
         (lambda: Selective(Dense(), compress="*"), "compress='*': expected a sequence of name"),
         (

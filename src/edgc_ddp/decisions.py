@@ -105,6 +105,16 @@ class Observation:
     """Per matrix, energy that stays behind / energy of gradient plus residual, 0 when dense."""
     error_curve: tuple[float, ...] = ()
     """Energy of the averaged gradient that rank 0, 1, ... leaves, summed over the matrices."""
+    gradient_energy: Mapping[str, float] = field(default_factory=dict)
+    """Per matrix, the mean of ||gradient||^2 over ranks and sampled iterations."""
+    energy: Mapping[str, float] = field(default_factory=dict)
+    """Per matrix, the mean of ||gradient + residual||^2 of one rank; nan when dense."""
+    captured: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Per matrix, the averaged gradient's energy in each direction that was sent, largest first, by
+    the columns of the averaged factor Q; () when dense."""
+    left: Mapping[str, float] = field(default_factory=dict)
+    """Per matrix, the energy of the averaged gradient plus residual outside those directions,
+    estimated by a random probe; nan when dense."""
 
     def mean_entropy(self, layout: Layout) -> float:
         """Mean over all entries: each matrix weighs as many entries as it has."""

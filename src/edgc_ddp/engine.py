@@ -12,6 +12,7 @@ import weakref
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
@@ -56,8 +57,11 @@ class Engine:
     def submit(self, bucket: GradBucket) -> TensorFuture:
         """Start averaging one bucket. Called by DDP, in bucket order, while backward goes on."""
         buffer = bucket.buffer()
+        if buffer.is_complex():
+            # Only the zeros that stand for a rank which has joined come so.
+            buffer = torch.view_as_real(buffer).flatten()
         if self._lane is None:
-            self._lane = open_lane(self.process_group, buffer.device)
+            self._lane = open_lane(self.process_group, buffer.device, self.settings.channels)
             weakref.finalize(self, self._lane.close)
             self._check_world_size(self._lane)
         lane = self._lane
@@ -215,7 +219,7 @@ class Engine:
         progress.plan = plan
         if self.observer is None:
             self.observer = Observer(self.layout, lane.device)
-        self.observer.reset(plan.probe_rank)
+        self.observer.reset(plan)
         progress.history.append(
             {
                 "step": progress.step,

@@ -14,6 +14,7 @@ A bucket's average is written as a generator (see ``reducers/``): it starts a co
 from __future__ import annotations
 
 import atexit
+import contextlib
 import queue
 import threading
 import time
@@ -28,7 +29,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 CHANNELS = 2
-"""Dependent collectives a bucket may need: factors P and small tensors first, factors Q second."""
+"""Dependent collectives a bucket needs: factors P and small tensors first, factors Q second."""
+
+
+# Named so since torch 2.13, which warns of the old name.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def payload_bytes(tensor: Tensor) -> int:
@@ -55,18 +60,47 @@ TensorFuture: TypeAlias = "torch.futures.Future[Tensor]"
 class Lane:
     """Collectives over one process group, with the bytes they send counted."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, channels: int = CHANNELS
+    ) -> None:
         self.world_size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self.device = device
         self.sent_bytes = 0.0
-        """Bytes this rank has sent: 2 (W-1)/W of each payload, as a ring all-reduce does."""
-        self._channels = [group] * CHANNELS
+        """Bytes this rank has sent: 2 (W-1)/W of each payload that is all-reduced, as in a ring."""
+        self._channels = [group] * channels
 
     def all_reduce(self, tensor: Tensor, channel: int) -> Handle:
         """Start summing ``tensor`` over all ranks, in place."""
         self.sent_bytes += self.traffic(payload_bytes(tensor))
         work = dist.all_reduce(tensor, group=self._channels[channel], async_op=True)
+        assert work is not None
+        handle: Handle = work
+        return handle
+
+    def all_gather(self, everyone: Tensor, mine: Tensor, channel: int) -> Handle:
+        """Start collecting every rank's ``mine`` (equally long, flat) in ``everyone``."""
+        self.sent_bytes += payload_bytes(mine) * (self.world_size - 1)
+        group = self._channels[channel]
+        work = _all_gather(everyone, mine, group=group, async_op=True)
+        assert work is not None
+        handle: Handle = work
+        return handle
+
+    def all_to_all(
+        self, received: Tensor, parts: Tensor, sizes: Sequence[int], channel: int
+    ) -> Handle:
+        """Start sending part k of ``parts`` to rank k. ``sizes`` are those of the parts, equal on all
+        ranks, so ``received`` holds ``world_size`` parts of size ``sizes[rank]``."""
+        self.sent_bytes += (len(parts) - sizes[self.rank]) * parts.element_size()
+        work = dist.all_to_all_single(
+            received,
+            parts,
+            output_split_sizes=[sizes[self.rank]] * self.world_size,
+            input_split_sizes=list(sizes),
+            group=self._channels[channel],
+            async_op=True,
+        )
         assert work is not None
         handle: Handle = work
         return handle
@@ -120,8 +154,10 @@ class Lane:
 class StreamLane(Lane):
     """Runs each task at once on a side stream; waiting blocks that stream and never the host."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(group, device)
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, channels: int = CHANNELS
+    ) -> None:
+        super().__init__(group, device, channels)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def submit(self, make_task: Callable[[], Task]) -> TensorFuture:
@@ -149,6 +185,10 @@ class StreamLane(Lane):
         return float(begin.elapsed_time(end)) / 1000
 
 
+_Event: TypeAlias = "Callable[[], None] | tuple[int, BaseException | None] | None"
+"""What wakes the worker: something to do, a task (by id) whose collective is done, or the end."""
+
+
 class _Running:
     """A task on the worker thread, with how far it has come."""
 
@@ -169,8 +209,10 @@ class ThreadLane(Lane):
     from them aborts or hangs. Here they only wake the worker, which alone decides what comes next.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(group, device)
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, channels: int = CHANNELS
+    ) -> None:
+        super().__init__(group, device, channels)
         members = dist.get_process_group_ranks(group)
         options: dict[str, Any] = {"timeout": _timeout_of(group, device)}
         if len(members) < dist.get_world_size():
@@ -178,9 +220,9 @@ class ThreadLane(Lane):
             options["use_local_synchronization"] = True
         backend = "mpi" if dist.get_backend(group) == "mpi" else "gloo"
         self._channels = [
-            dist.new_group(members, backend=backend, **options) for _ in range(CHANNELS)
+            dist.new_group(members, backend=backend, **options) for _ in range(channels)
         ]
-        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._running: deque[_Running] = deque()
         self._broken: BaseException | None = None
         self._closed = False
@@ -198,17 +240,27 @@ class ThreadLane(Lane):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            for channel in self._channels:
+                # Gone already when the user has destroyed all groups.
+                with contextlib.suppress(ValueError, AssertionError):
+                    dist.destroy_process_group(channel)
             self._events.put(None)
             if threading.current_thread() is not self._thread:
                 self._thread.join(timeout=5)
 
     def _serve(self) -> None:
         while (event := self._events.get()) is not None:
-            event()
+            if isinstance(event, tuple):
+                self._note_completed(*event)
+            else:
+                event()
             # Kept while the queue is empty, it would keep the engine, which then never closes the lane.
             del event
             while self._advance():
                 pass
+        # The last references go here, on a thread that may wait for the groups' own ones: such a thread
+        # left alive at interpreter exit aborts the process.
+        self._channels = []
 
     def _advance(self) -> bool:
         """Run one part of one task, the oldest that may; False when all must wait."""
@@ -243,20 +295,25 @@ class ThreadLane(Lane):
             running.future.set_exception(shown)  # type: ignore[arg-type]
 
     def _wake_after(self, running: _Running) -> None:
+        # Gloo runs the callback on a thread of its own. That thread must never be the last to hold the
+        # lane, since ending a process group joins its threads: so the callback knows a number only.
+        events, key = self._events, id(running)
+
         def completed(future: torch.futures.Future[Any]) -> None:
             error: BaseException | None = None
             try:
                 future.wait()
             except Exception as failure:
                 error = failure
-
-            def note() -> None:
-                running.ready, running.error = True, error
-
-            self._events.put(note)
+            events.put((key, error))
 
         assert isinstance(running.handle, dist.Work)
         running.handle.get_future().add_done_callback(completed)
+
+    def _note_completed(self, key: int, error: BaseException | None) -> None:
+        for running in self._running:
+            if id(running) == key:
+                running.ready, running.error = True, error
 
 
 _OPEN: weakref.WeakSet[ThreadLane] = weakref.WeakSet()
@@ -272,7 +329,9 @@ def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return group._get_backend(device).options._timeout
 
 
-def open_lane(group: dist.ProcessGroup | None, device: torch.device) -> Lane:
+def open_lane(
+    group: dist.ProcessGroup | None, device: torch.device, channels: int = CHANNELS
+) -> Lane:
     """The lane for tensors on this device. Collective: all ranks of the group must call it."""
     group = group if group is not None else dist.group.WORLD
     if group is None:
@@ -280,4 +339,5 @@ def open_lane(group: dist.ProcessGroup | None, device: torch.device) -> Lane:
             "edgc_hook ran before torch.distributed.init_process_group: initialise the process group, "
             "wrap the model in DistributedDataParallel, then register the hook"
         )
-    return StreamLane(group, device) if device.type == "cuda" else ThreadLane(group, device)
+    kind = StreamLane if device.type == "cuda" else ThreadLane
+    return kind(group, device, channels)

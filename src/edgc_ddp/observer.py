@@ -78,15 +78,25 @@ class Observer:
         known = torch.isfinite(entropy)
         self.sums[index, 0] += torch.where(known, entropy, 0.0).to(self.sums.dtype)
         self.sums[index, 1] += known.to(self.sums.dtype)
+        self.factors.gradient(index, grad_MN, plan.sampling.beta, step)
 
     def energy(self, index: int, before: Tensor, sent: Tensor) -> None:
         """Note squared norms of gradient plus residual and of what was sent of it.
 
         With orthonormal P the residual's energy is their difference, so no pass over it is needed.
         """
+        self.factors.whole(index, before)
         known = torch.isfinite(before) & torch.isfinite(sent)
         self.sums[index, 2] += torch.where(known, before, 0.0)
         self.sums[index, 3] += torch.where(known, (before - sent).clamp(min=0), 0.0)
+
+    def local_factors(self, index: int, a_MN: Tensor, p_MR: Tensor, q_NR: Tensor) -> None:
+        """Note what this rank's factors leave of its gradient plus residual A."""
+        self.factors.left(index, a_MN, p_MR, q_NR, self.steps)
+
+    def averaged_factor(self, index: int, q_NR: Tensor) -> None:
+        """Note the energy of each direction of the averaged factor Q."""
+        self.factors.averaged(index, q_NR)
 
     def probe(self, average_MN: Tensor) -> None:
         """Add the energy that one pass at rank 0, 1, ... would leave of an averaged gradient.
@@ -109,7 +119,8 @@ class Observer:
     def vector(self, spans: Sequence[float]) -> list[float]:
         """This rank's measurements, to be summed over ranks; ``spans`` in seconds."""
         span = median(spans) if spans else math.nan
-        return [*self.sums.double().flatten().tolist(), span, *self.curve.double().tolist()]
+        sums, curve = self.sums.double().flatten().tolist(), self.curve.double().tolist()
+        return [*sums, span, *curve, *self.factors.vector()]
 
     def observation(self, total: Sequence[float], world_size: int) -> Observation:
         """What the sum of all ranks' vectors says."""
@@ -120,10 +131,12 @@ class Observer:
             entropy[matrix.name] = h_sum / h_count if h_count else math.nan
             residual[matrix.name] = left / before if before > 0 else 0.0
         rest = total[len(matrices) * _FIELDS :]
+        end = 1 + len(self.curve)
         return Observation(
             steps=self.steps,
             entropy=entropy,
             residual_share=residual,
             span_seconds=rest[0] / world_size,
-            error_curve=tuple(value / world_size for value in rest[1:]),
+            error_curve=tuple(value / world_size for value in rest[1:end]),
+            **self.factors.fields(rest[end:], world_size),
         )

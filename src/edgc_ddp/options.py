@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+RESIDUAL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {**RESIDUAL_DTYPES, "int8": torch.int8}
+"""The types of the wire."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +19,7 @@ class Options:
     >>> Options(wire_dtype="fp8")
     Traceback (most recent call last):
         ...
-    ValueError: wire_dtype='fp8': expected one of 'fp32', 'bf16'
+    ValueError: wire_dtype='fp8': expected one of 'fp32', 'bf16', 'int8'
     """
 
     start_iter: int = 2
@@ -33,9 +35,9 @@ class Options:
                 f"start_iter={self.start_iter!r}: expected an integer >= 2, since DDP rebuilds its "
                 "buckets after the first iteration"
             )
-        for name in ("wire_dtype", "residual_dtype"):
-            if (given := getattr(self, name)) not in DTYPES:
-                known = ", ".join(map(repr, DTYPES))
+        for name, types in (("wire_dtype", DTYPES), ("residual_dtype", RESIDUAL_DTYPES)):
+            if (given := getattr(self, name)) not in types:
+                known = ", ".join(map(repr, types))
                 raise ValueError(f"{name}={given!r}: expected one of {known}")
         if not isinstance(self.error_feedback, bool):
             raise ValueError(f"error_feedback={self.error_feedback!r}: expected True or False")

@@ -79,8 +79,8 @@ class Registry:
                 "of this model."
             )
         if slot is None:
-            slot = self.memory.slots[name] = Slot(name, parameter.numel(), sides)
-        elif (slot.numel, slot.sides) != (parameter.numel(), sides):
+            slot = self.memory.slots[name] = Slot(name, _entries(parameter), sides)
+        elif (slot.numel, slot.sides) != (_entries(parameter), sides):
             raise ValueError(
                 f"the loaded state is of another model: it has parameter {name!r} as matrix "
                 f"{slot.sides}, this model as {sides}. Load the checkpoint of this model."
@@ -103,12 +103,12 @@ class Registry:
         """Entries and matrix sides of every parameter by name; None while they are not known."""
         if self._names is not None:
             return {
-                name: (parameter.numel(), None if name in self._sparse else _sides(parameter))
+                name: (_entries(parameter), None if name in self._sparse else _sides(parameter))
                 for parameter, name in self._names.values()
                 if parameter.requires_grad
             }
         if self.closed:
-            return {slot.name: (p.numel(), slot.sides) for p, slot in self._by_id.values()}
+            return {slot.name: (slot.numel, slot.sides) for _, slot in self._by_id.values()}
         return None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -152,6 +152,11 @@ class Registry:
         for index, matrix in enumerate(layout.matrices):
             self.memory.slots[matrix.name].index = index
         return layout
+
+
+def _entries(parameter: Tensor) -> int:
+    # DDP brings complex gradients as pairs of real numbers.
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
 def _sides(parameter: Tensor) -> tuple[int, int] | None:

@@ -40,8 +40,8 @@ def orthonormalise(p_BMR: Tensor) -> Tensor:
     even_BMR = _even_columns(p_BMR)
     basis_BMR = torch.linalg.qr(even_BMR)[0]
     # QR itself may not look at the last row of a square matrix and would miss a nan there.
-    finite_B11 = torch.isfinite(even_BMR.sum(dim=(-2, -1), keepdim=True))
-    return torch.where(finite_B11, basis_BMR, torch.nan)
+    nan_or_zero_B11 = even_BMR.sum(dim=(-2, -1), keepdim=True) * 0
+    return basis_BMR.add_(nan_or_zero_B11)
 
 
 def _even_columns(p_BMR: Tensor) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from edgc_ddp.memory import Slot
+from edgc_ddp.reducers.wire import DENSE_BESIDE_INT8, SCALE_BYTES, split
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,6 @@ class Bucket:
         return [Item(slot, flat) for slot, flat in zip(self.slots, pieces, strict=True)]
 
 
-def split(flat: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """Views of consecutive pieces of a flat tensor."""
-    return torch.split(flat, list(sizes))
-
-
 @dataclass(frozen=True)
 class Settings:
     """What a user chose about the wire, the same for all buckets."""
@@ -46,11 +41,21 @@ class Settings:
     min_compression_rate: float = 1.0
 
     def compresses(self, slot: Slot) -> bool:
-        """Whether factors at the slot's rank are smaller than the matrix by the asked rate."""
+        """Whether factors at the slot's rank take fewer bytes on the wire than the matrix itself
+        would there, by the asked rate."""
         if slot.rank == 0 or slot.spec is None:
             return False
         rows, cols = slot.spec.rows, slot.spec.cols
-        return slot.rank * (rows + cols) * self.min_compression_rate < rows * cols
+        entry, column, whole = self.wire_dtype.itemsize, 0, self.wire_dtype.itemsize
+        if self.wire_dtype == torch.int8:
+            column, whole = SCALE_BYTES, DENSE_BESIDE_INT8.itemsize
+        factors = slot.rank * ((rows + cols) * entry + 2 * column)
+        return factors * self.min_compression_rate < rows * cols * whole
+
+    @property
+    def channels(self) -> int:
+        """Collectives of one bucket, one after the other, that the lane must keep apart."""
+        return 4 if self.wire_dtype == torch.int8 else 2
 
     def wire_for(self, compute: torch.dtype) -> torch.dtype:
         """Double-precision gradients keep their precision unless a narrow wire was asked for."""
@@ -60,3 +65,16 @@ class Settings:
 def compute_dtype(buffer: Tensor) -> torch.dtype:
     """The precision that factors and residuals are computed in."""
     return torch.float64 if buffer.dtype == torch.float64 else torch.float32
+
+
+_CACHED = 1 << 16
+"""Entries of a float32 block that stays in the cache between being widened and being added."""
+
+
+def add_residual(flat: Tensor, residual: Tensor, scale: float = 1.0) -> None:
+    """Add a residual of any float type. Wider ones are never made of a whole narrow residual."""
+    if flat.dtype == residual.dtype or flat.device.type != "cpu":
+        flat.add_(residual, alpha=scale)
+        return
+    for at in range(0, flat.numel(), _CACHED):
+        flat[at : at + _CACHED].add_(residual[at : at + _CACHED].to(flat.dtype), alpha=scale)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from edgc_ddp.lane import Lane, Task
-from edgc_ddp.reducers.bucket import Bucket, Item
+from edgc_ddp.reducers.bucket import Bucket, Item, add_residual
 
 
 def reduce_dense(bucket: Bucket, lane: Lane) -> Task:
@@ -27,7 +27,7 @@ def add_pending(items: Iterable[Item], scale: float) -> None:
     """Leaving compression: what was not sent so far is sent now, whole."""
     for item in items:
         if item.slot.residual is not None:
-            item.flat.add_(item.slot.residual, alpha=scale)
+            add_residual(item.flat, item.slot.residual, scale)
 
 
 def forget_pending(items: Iterable[Item], ok: Tensor) -> None:
@@ -35,4 +35,4 @@ def forget_pending(items: Iterable[Item], ok: Tensor) -> None:
     for item in items:
         residual = item.slot.residual
         if residual is not None:
-            residual.copy_(torch.where(ok, torch.zeros_like(residual), residual))
+            residual.masked_fill_(ok, 0)

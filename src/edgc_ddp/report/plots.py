@@ -33,6 +33,7 @@ from edgc_ddp.report.drawing import (
 from edgc_ddp.report.heatmap import draw_heatmap
 from edgc_ddp.report.load import Run, Series, compressed_ranks, mean_rank, number
 from edgc_ddp.report.phases import BAND_ALPHA, phase_colour, phase_label
+from edgc_ddp.report.stages import draw_stages
 
 _LEAST_SHARE = 0.003
 
@@ -48,6 +49,9 @@ def pictures(run: Run) -> tuple[list[Picture], list[str]]:
                 drawn.append(result)
             else:
                 missing.append(result)
+        # A run without a pipeline misses nothing.
+        if (stages := draw_stages(run)) is not None:
+            drawn.append(stages)
     return drawn, missing
 
 

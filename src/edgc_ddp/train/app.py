@@ -14,6 +14,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -91,6 +92,9 @@ def _launch(job: Job) -> Any:
     except ChildFailedError as error:
         print(f"edgc_ddp.train: a rank failed\n{error}", file=sys.stderr)
         raise SystemExit(1) from None
+    except SignalException as error:
+        # Ctrl-C or a scheduler's SIGTERM, already passed on to all ranks: nothing to explain.
+        raise SystemExit(128 + error.sigval) from None
 
 
 def _one_line(error: BaseException) -> str:

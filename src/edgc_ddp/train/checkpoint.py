@@ -1,8 +1,8 @@
 """Checkpoints: one folder per step, written whole or not at all.
 
-``checkpoints/step-00000500/`` holds ``model.pt`` (rank 0: weights, optimizer), ``hook-rank<r>.pt``
-(each rank: residuals differ) and ``manifest.json``, which is written last and without which a folder
-does not count. All ranks must see the same file system.
+``checkpoints/step-00000500/`` holds ``model.pt`` (rank 0: weights, optimizer; a pipeline's later stages
+have ``model-stage<s>.pt``), ``hook-rank<r>.pt`` (each rank: residuals differ) and ``manifest.json``, which
+is written last and without which a folder does not count. All ranks must see the same file system.
 """
 
 from __future__ import annotations
@@ -40,19 +40,22 @@ def save(
     training: Mapping[str, Any],
     hook: Mapping[str, Any] | None,
     identity: Mapping[str, Any],
+    *,
+    part: str | None = "model.pt",
 ) -> Path:
     """Write ``root/step-<step>``; collective. ``step`` is the number of finished steps.
 
-    ``training`` (rank 0's is written) and ``hook`` (every rank's, None without a hook) hold tensors
-    and plain values; ``identity`` is what :func:`check` later compares. Keeps the newest two.
+    ``training`` (written to the file ``part``, None on ranks that hold the same as another) and
+    ``hook`` (every rank's, None without a hook) hold tensors and plain values; ``identity`` is what
+    :func:`check` later compares. Keeps the newest two.
     """
     rank, folder = dist.get_rank(), root / f"step-{step:08d}"
     folder.mkdir(parents=True, exist_ok=True)
     if rank == 0:
         (folder / MANIFEST).unlink(missing_ok=True)
     dist.barrier()
-    if rank == 0:
-        write_atomically(folder / "model.pt", lambda path: torch.save(dict(training), path))
+    if part is not None:
+        write_atomically(folder / part, lambda path: torch.save(dict(training), path))
     if hook is not None:
         name = hook_file(rank)
         write_atomically(folder / name, lambda path: torch.save(dict(hook), path))
@@ -72,6 +75,11 @@ def save(
 def hook_file(rank: int) -> str:
     """Name of the file with one rank's hook state."""
     return f"hook-rank{rank}.pt"
+
+
+def part_file(stage: int) -> str:
+    """Name of the file with one stage's weights and optimizer; a whole model is stage 0."""
+    return f"model-stage{stage}.pt" if stage else "model.pt"
 
 
 def complete(root: Path) -> list[Path]:
@@ -99,7 +107,8 @@ def find(given: str) -> Path:
 def check(folder: Path, identity: Mapping[str, Any]) -> int:
     """The step to go on from. Raises ValueError unless the checkpoint is whole and of this run's kind.
 
-    ``identity`` has ``world_size``, ``controller`` (None without a hook) and ``parameters``.
+    ``identity`` has ``world_size``, ``controller`` (None without a hook), ``parameters`` and, where the
+    model is cut into a pipeline, ``stages``.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -116,11 +125,17 @@ def check(folder: Path, identity: Mapping[str, Any]) -> int:
         if found != size:
             state = "is missing" if found is None else f"has {found} bytes instead of {size}"
             raise ValueError(f"train.resume={folder}: {name} {state}; use an earlier checkpoint")
-    for key, remedy in (("world_size", "nproc"), ("controller", "controller and hook.register")):
-        if manifest.get(key) != identity[key]:
+    remedies = {
+        "world_size": "nproc",
+        "stages": "parallel.pp",
+        "controller": "controller and hook.register",
+    }
+    theirs, mine = {"stages": 1, **manifest}, {"stages": 1, **identity}
+    for key, remedy in remedies.items():
+        if theirs.get(key) != mine[key]:
             raise ValueError(
-                f"train.resume={folder}: written with {key} {manifest.get(key)}, this run has "
-                f"{identity[key]}; set {remedy} as in the first run"
+                f"train.resume={folder}: written with {key} {theirs.get(key)}, this run has "
+                f"{mine[key]}; set {remedy} as in the first run"
             )
     _check_parameters(folder, manifest.get("parameters"), identity["parameters"])
     return step

@@ -57,10 +57,68 @@ class EntropySchema:
     warmup_limit: int | float | None = None
 
 
+@dataclass
+class AccordionSchema:
+    """See :class:`edgc_ddp.controllers.Accordion`."""
+
+    _target_: str = f"{_HOME}.Accordion"
+    high: int = 32
+    low: int = 8
+    threshold: float = 0.5
+    window: int | float = 1000
+    total_steps: int | None = None
+
+
+@dataclass
+class LGrecoSchema:
+    """See :class:`edgc_ddp.controllers.LGreco`."""
+
+    _target_: str = f"{_HOME}.LGreco"
+    rank: int = 16
+    window: int | float = 1000
+    r_min: int | None = None
+    r_max: int | None = None
+    step_limit: int | None = None
+    relative: bool = False
+    total_steps: int | None = None
+
+
+@dataclass
+class AdaptiveSchema:
+    """See :class:`edgc_ddp.controllers.AdaptiveController`."""
+
+    _target_: str = f"{_HOME}.AdaptiveController"
+    window: int | float = 1000
+    warmup: int | float | None = None
+    total_steps: int | None = None
+    budget: float | None = None
+    target: float | None = None
+    step_limit: int = 4
+    r_min: int = 1
+    r_max: int | None = None
+    # A function of the user's as Hydra writes one.
+    cost: Any = None
+
+
+@dataclass
+class SelectiveSchema:
+    """See :class:`edgc_ddp.controllers.Selective`."""
+
+    _target_: str = f"{_HOME}.Selective"
+    # Any controller, as its own YAML writes it.
+    inner: Any = None
+    compress: list[str] = field(default_factory=lambda: ["*"])
+    dense: list[str] = field(default_factory=list)
+
+
 CONTROLLERS: dict[str, type] = {
     "dense": DenseSchema,
     "fixed": FixedSchema,
     "scheduled": ScheduledSchema,
     "entropy": EntropySchema,
+    "accordion": AccordionSchema,
+    "lgreco": LGrecoSchema,
+    "adaptive": AdaptiveSchema,
+    "selective": SelectiveSchema,
 }
 """Schemas by the name they are stored under, ``schema/controller/<name>``."""

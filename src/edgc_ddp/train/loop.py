@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from edgc_ddp import EDGCState
 from edgc_ddp.train import checkpoint, data
+from edgc_ddp.train.pipeline import Pipeline
 from edgc_ddp.train.record import Recorder, headline
 from edgc_ddp.train.schema import Config, ScheduleConfig, TrainConfig
 
@@ -35,6 +36,18 @@ class Run:
     corpus: data.Corpus
     state: EDGCState | None
     identity: dict[str, Any]
+    pipeline: Pipeline | None = None
+    """This rank's place in the pipeline, when the model is cut into stages."""
+
+    @property
+    def replica(self) -> int:
+        """Which share of the texts is this rank's."""
+        return self.rank if self.pipeline is None else self.pipeline.replica
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks the gradient is averaged over."""
+        return self.world_size if self.pipeline is None else self.pipeline.replicas
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
@@ -86,27 +99,42 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     for group in run.optimizer.param_groups:
         group["lr"] = rate
     run.optimizer.zero_grad(set_to_none=True)
+    if run.pipeline is not None:
+        total = run.pipeline.backward(*_texts(run, step, 0))
+        norm, total = run.pipeline.clip(train.clip or math.inf, total)
+    else:
+        total = _accumulate(run, step)
+        norm = nn.utils.clip_grad_norm_(run.ddp.parameters(), train.clip or math.inf)
+    run.optimizer.step()
+    values = {"loss": total.item(), "lr": rate, "grad_norm": norm.item()}
+    return values | {"seconds": time.perf_counter() - begin}
+
+
+def _texts(run: Run, step: int, micro: int) -> tuple[Tensor, Tensor]:
+    return data.batch(
+        run.corpus.train,
+        run.config.train.batch_size,
+        run.config.model.context,
+        seed=run.config.seed,
+        rank=run.replica,
+        step=step,
+        micro=micro,
+    )
+
+
+def _accumulate(run: Run, step: int) -> Tensor:
+    """Averaged gradients of a step's micro-batches; returns this rank's mean loss."""
+    train = run.config.train
     total = torch.zeros((), device=run.device)
     for micro in range(train.accumulate):
-        inputs, targets = data.batch(
-            run.corpus.train,
-            train.batch_size,
-            run.config.model.context,
-            seed=run.config.seed,
-            rank=run.rank,
-            step=step,
-            micro=micro,
-        )
+        inputs, targets = _texts(run, step, micro)
         last = micro == train.accumulate - 1
         # Only the last backward of a step may average: DDP adds the others up locally.
         with contextlib.nullcontext() if last else run.ddp.no_sync():
             loss = _loss(run, run.ddp, inputs, targets, "mean") / train.accumulate
             loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
-    norm = nn.utils.clip_grad_norm_(run.ddp.parameters(), train.clip or math.inf)
-    run.optimizer.step()
-    values = {"loss": total.item(), "lr": rate, "grad_norm": norm.item()}
-    return values | {"seconds": time.perf_counter() - begin}
+    return total
 
 
 @torch.no_grad()
@@ -117,18 +145,24 @@ def evaluate(run: Run) -> float:
         run.corpus.valid,
         train.eval_windows,
         run.config.model.context,
-        rank=run.rank,
-        world_size=run.world_size,
+        rank=run.replica,
+        world_size=run.replicas,
     )
     sums = torch.zeros(2, dtype=torch.float64, device=run.device)
     model = run.ddp.module
     for some_inputs, some_targets in zip(
         torch.split(inputs, train.batch_size), torch.split(targets, train.batch_size), strict=True
     ):
-        sums[0] += _loss(run, model, some_inputs, some_targets, "sum").double()
+        if run.pipeline is not None:
+            loss = run.pipeline.held_out_loss(some_inputs, some_targets)
+        else:
+            loss = _loss(run, model, some_inputs, some_targets, "sum")
+        sums[0] += loss.double()
         sums[1] += some_targets.numel()
     dist.all_reduce(sums)
-    return float(sums[0] / sums[1])
+    # Every stage has counted the same bytes, the last one alone their loss.
+    stages = 1 if run.pipeline is None else run.pipeline.stages
+    return float(sums[0] / (sums[1] / stages))
 
 
 def hook_metrics(run: Run, finished_steps: int) -> dict[str, Any]:
@@ -136,7 +170,7 @@ def hook_metrics(run: Run, finished_steps: int) -> dict[str, Any]:
     if run.state is not None:
         return dict(run.state.metrics())
     size = sum(p.numel() * p.element_size() for p in run.ddp.parameters())
-    sent = round(finished_steps * size * 2 * (run.world_size - 1) / run.world_size)
+    sent = round(finished_steps * size * 2 * (run.replicas - 1) / run.replicas)
     return {
         "phase": "no hook",
         "mean_rank": 0.0,
@@ -166,6 +200,10 @@ def train(run: Run, first_step: int, recorder: Recorder) -> float:
             for decision in history[told:]:
                 recorder.write("decision", **decision)
             told = len(history)
+        if run.pipeline is not None and run.pipeline.board.due(step + 1):
+            run.pipeline.exchange(run.state)
+            rows = [asdict(row) for row in run.pipeline.board.rows]
+            recorder.write("stages", step=step, stages=rows)
         if _is_due(step, settings.eval_every, settings):
             val_loss = evaluate(run)
             recorder.write("eval", step=step, val_loss=val_loss)
@@ -184,16 +222,24 @@ def _is_due(step: int, period: int, settings: TrainConfig) -> bool:
 def save(run: Run, finished_steps: int) -> None:
     """Write a checkpoint. Collective."""
     training = {"model": run.ddp.module.state_dict(), "optimizer": run.optimizer.state_dict()}
+    part = checkpoint.part_file(0) if run.rank == 0 else None
+    if run.pipeline is not None:
+        training["board"] = run.pipeline.board.state_dict()
+        part = checkpoint.part_file(run.pipeline.stage) if run.replica == 0 else None
     hook = None if run.state is None else run.state.state_dict()
-    checkpoint.save(run.folder / "checkpoints", finished_steps, training, hook, run.identity)
+    root = run.folder / "checkpoints"
+    checkpoint.save(root, finished_steps, training, hook, run.identity, part=part)
 
 
 def resume(run: Run, folder: Path) -> int:
     """Load a checkpoint; returns the step to go on with. Raises ValueError when it does not fit."""
     step = checkpoint.check(folder, run.identity)
-    content = checkpoint.read(folder / "model.pt")
+    stage = 0 if run.pipeline is None else run.pipeline.stage
+    content = checkpoint.read(folder / checkpoint.part_file(stage))
     run.ddp.module.load_state_dict(content["model"])
     run.optimizer.load_state_dict(content["optimizer"])
+    if run.pipeline is not None:
+        run.pipeline.board.load_state_dict(content["board"])
     if run.state is not None:
         run.state.load_state_dict(checkpoint.read(folder / checkpoint.hook_file(run.rank)))
     return step

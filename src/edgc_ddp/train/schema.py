@@ -67,6 +67,25 @@ class ScheduleConfig:
 
 
 @dataclass
+class ParallelConfig:
+    """A pipeline of ``pp`` stages, each on ``dp`` processes (null: ``nproc / pp``); ``pp`` 1 is none.
+
+    A step's ``train.batch_size`` texts pass in ``microbatches`` parts, in the order of ``schedule``
+    (1f1b or gpipe). ``ranks``: the first stage follows the controller, and the others its rank, aligned
+    so that all finish together ("aligned") or as it is ("common"); or only the stages ``compressed`` do
+    and the others are dense ("selective"); or each has a controller of its own ("own").
+    """
+
+    pp: int = 1
+    dp: int | None = None
+    schedule: str = "1f1b"
+    microbatches: int = 4
+    ranks: str = "aligned"
+    compressed: list[int] = field(default_factory=lambda: [0])
+    calibration_steps: int = 5
+
+
+@dataclass
 class EntropyConfig:
     """What the controllers edgc and edgc_code share. An experiment sets it here, so that any other
     controller can take their place in it. Durations: whole numbers are iterations, fractions are shares
@@ -113,6 +132,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
 
@@ -136,6 +156,7 @@ def register() -> None:
         "data": DataConfig,
         "optimizer": OptimizerConfig,
         "schedule": ScheduleConfig,
+        "parallel": ParallelConfig,
     }.items():
         store.store(group=f"schema/{group}", name="base", node=schema)
     for name, controller in CONTROLLERS.items():

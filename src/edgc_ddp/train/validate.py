@@ -17,6 +17,8 @@ from edgc_ddp.train.schema import Config, HookConfig
 
 SOURCES = ("shakespeare", "stdlib")
 SCHEDULES = ("cosine", "constant")
+PIPELINE_SCHEDULES = ("1f1b", "gpipe")
+STAGE_RANKS = ("aligned", "common", "selective", "own")
 
 
 def make_controller(options: Any) -> Controller:
@@ -50,6 +52,7 @@ def identity(config: Config, controller: Controller, world_size: int) -> dict[st
         "world_size": world_size,
         "controller": type(controller).__name__ if config.hook.register else None,
         "parameters": shapes(skeleton(config.model)),
+        "stages": config.parallel.pp,
     }
 
 
@@ -58,6 +61,7 @@ def check(config: Config, world_size: int) -> None:
     _check_run(config, world_size)
     _check_model(config)
     _check_learning(config)
+    _check_parallel(config, world_size)
     controller = make_controller(config.controller)
     try:
         EDGCState(controller=controller, **hook_options(config.hook)).close()
@@ -95,6 +99,51 @@ def _check_model(config: Config) -> None:
     if model.width % model.heads:
         raise ValueError(
             f"model.width={model.width}: not a multiple of model.heads={model.heads}; change one"
+        )
+
+
+def _check_parallel(config: Config, world_size: int) -> None:
+    parallel, train, layers = config.parallel, config.train, config.model.layers
+    pp, parts = parallel.pp, parallel.microbatches
+    _at_least("parallel.pp", pp, 1, "1 = no pipeline")
+    _at_least("parallel.microbatches", parts, 1, "4 is a start")
+    _at_least("parallel.calibration_steps", parallel.calibration_steps, 1, "5 is usual")
+    _one_of("parallel.schedule", parallel.schedule, PIPELINE_SCHEDULES)
+    _one_of("parallel.ranks", parallel.ranks, STAGE_RANKS)
+    dp = max(1, world_size // pp) if parallel.dp is None else parallel.dp
+    _at_least("parallel.dp", dp, 1, "null = nproc / parallel.pp")
+    if pp * dp != world_size:
+        raise ValueError(
+            f"nproc={world_size}: parallel.pp={pp} times parallel.dp={dp} is {pp * dp}; set nproc to that, "
+            "or leave parallel.dp=null and make nproc a multiple of parallel.pp"
+        )
+    if pp == 1:
+        return
+    if pp > layers:
+        raise ValueError(
+            f"parallel.pp={pp}: model.layers={layers} blocks cannot fill so many stages; lower "
+            "parallel.pp or raise model.layers"
+        )
+    if train.batch_size % parts:
+        raise ValueError(
+            f"parallel.microbatches={parts}: does not divide train.batch_size={train.batch_size}; change "
+            "one"
+        )
+    if parallel.schedule == "1f1b" and parts < pp:
+        raise ValueError(
+            f"parallel.microbatches={parts}: 1f1b needs one for each of parallel.pp={pp} stages; raise it "
+            "or set parallel.schedule=gpipe"
+        )
+    if train.accumulate != 1:
+        raise ValueError(
+            f"train.accumulate={train.accumulate}: a pipeline accumulates over parallel.microbatches; set "
+            "train.accumulate=1 and raise train.batch_size"
+        )
+    odd = [stage for stage in parallel.compressed if not 0 <= stage < pp]
+    if odd or (parallel.ranks == "selective" and 0 not in parallel.compressed):
+        raise ValueError(
+            f"parallel.compressed={list(parallel.compressed)}: expected numbers of stages, 0 (the last to "
+            f"finish) among them and all below parallel.pp={pp}, as [0]"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shlex
@@ -22,6 +23,7 @@ from edgc_ddp import EDGCState, edgc_hook
 from edgc_ddp.train import checkpoint, data
 from edgc_ddp.train.loop import Run, hook_metrics, make_optimizer, resume, train
 from edgc_ddp.train.model import build
+from edgc_ddp.train.pipeline import Pipeline
 from edgc_ddp.train.record import Recorder, bytes_saved_ratio, environment, plain
 from edgc_ddp.train.schema import Config
 from edgc_ddp.train.validate import hook_options, identity, make_controller
@@ -74,14 +76,24 @@ def _process_group() -> Iterator[torch.device]:
 def _set_up(job: Job, folder: Path, device: torch.device) -> Run:
     config, rank, world_size = job.config, dist.get_rank(), dist.get_world_size()
     corpus = _load_text(config, rank)
-    model = build(config.model, config.seed, device)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=config.train.bucket_cap_mb)
     controller = make_controller(config.controller)
+    pipeline = Pipeline(config, device) if config.parallel.pp > 1 else None
+    if pipeline is not None:
+        ddp = pipeline.ddp
+    else:
+        model = build(config.model, config.seed, device)
+        ddp = DistributedDataParallel(model, bucket_cap_mb=config.train.bucket_cap_mb)
     state = None
     if config.hook.register:
         options = hook_options(config.hook)
-        state = EDGCState(controller=controller, model=ddp.module, **options)
-        ddp.register_comm_hook(state, edgc_hook)
+        if pipeline is not None:
+            own = pipeline.controller(controller)
+            group = pipeline.replica_group
+            state = EDGCState(controller=own, model=ddp.module, process_group=group, **options)
+            ddp.register_comm_hook(state, pipeline.clock.hook)
+        else:
+            state = EDGCState(controller=controller, model=ddp.module, **options)
+            ddp.register_comm_hook(state, edgc_hook)
     return Run(
         config=config,
         folder=folder,
@@ -89,10 +101,11 @@ def _set_up(job: Job, folder: Path, device: torch.device) -> Run:
         world_size=world_size,
         device=device,
         ddp=ddp,
-        optimizer=make_optimizer(model, config),
+        optimizer=make_optimizer(ddp.module, config),
         corpus=corpus,
         state=state,
         identity=identity(config, controller, world_size),
+        pipeline=pipeline,
     )
 
 
@@ -128,7 +141,8 @@ def _train(job: Job, run: Run) -> dict[str, Any] | None:
     try:
         val_loss = train(run, first_step, recorder)
         summary = _summary(job, run, val_loss, time.perf_counter() - begin)
-        _require_equal("final plans", summary["final_plan_digest"])
+        if run.pipeline is None:
+            _require_equal("final plans", summary["final_plan_digest"])
         recorder.write("summary", **summary)
     finally:
         recorder.close()
@@ -159,6 +173,10 @@ def _describe(job: Job, run: Run, resumed_from: Path | None) -> None:
 
 def _summary(job: Job, run: Run, val_loss: float, seconds: float) -> dict[str, Any]:
     metrics = hook_metrics(run, job.config.train.steps)
+    pipeline = {}
+    if run.pipeline is not None:
+        stages = _stages(run, run.pipeline, metrics)
+        metrics, pipeline = _whole(stages), {"stages": stages}
     wire_bytes, dense_bytes = metrics["wire_bytes"], metrics["dense_bytes"]
     summary = {
         "controller": job.controller_name,
@@ -172,7 +190,51 @@ def _summary(job: Job, run: Run, val_loss: float, seconds: float) -> dict[str, A
         "final_mean_rank": metrics["mean_rank"],
         "final_plan_digest": metrics["plan_digest"],
         "world_size": run.world_size,
+        **pipeline,
         "run": str(run.folder),
         "report": f"python -m edgc_ddp.report {shlex.quote(str(run.folder))}",
     }
     return plain(summary)  # type: ignore[no-any-return]
+
+
+def _stages(run: Run, pipeline: Pipeline, metrics: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every stage's metrics and times. Raises RuntimeError unless its replicas agree. Collective."""
+    pipeline.exchange(run.state)
+    everyone: list[Any] = [None] * run.world_size
+    dist.all_gather_object(everyone, metrics)
+    stages = []
+    for stage, row in enumerate(pipeline.board.rows):
+        replicas = everyone[stage * run.replicas : (stage + 1) * run.replicas]
+        digests = [replica["plan_digest"] for replica in replicas]
+        if len(set(digests)) > 1:
+            raise RuntimeError(f"the replicas of stage {stage} have different plans: {digests}")
+        first = replicas[0]
+        stages.append(
+            {
+                "stage": stage,
+                "rank": round(row.rank),
+                "phase": first["phase"],
+                "final_mean_rank": first["mean_rank"],
+                "mean_rank": first["run_mean_rank"],
+                "backward_seconds": row.backward,
+                "backward_end_seconds": row.ended,
+                "finish_seconds": row.finish,
+                "residual": row.residual,
+                "wire_bytes": first["wire_bytes"],
+                "dense_bytes": first["dense_bytes"],
+                "plan_digest": first["plan_digest"],
+            }
+        )
+    return stages
+
+
+def _whole(stages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The stages' metrics as those of one model: bytes of one replica, means of the ranks."""
+    digests = "".join(stage["plan_digest"] for stage in stages)
+    return {
+        "wire_bytes": sum(stage["wire_bytes"] for stage in stages),
+        "dense_bytes": sum(stage["dense_bytes"] for stage in stages),
+        "run_mean_rank": sum(stage["mean_rank"] for stage in stages) / len(stages),
+        "mean_rank": sum(stage["final_mean_rank"] for stage in stages) / len(stages),
+        "plan_digest": hashlib.sha256(digests.encode()).hexdigest()[:16] if digests else "",
+    }

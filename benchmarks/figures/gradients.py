@@ -1,0 +1,120 @@
+"""The gradients that the figures look at: those of a tiny GPT as it learns real text, one process.
+
+The run is short and its series are kept in a file, so that several figures share one run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from edgc_ddp.maths.entropy import ESTIMATORS
+from edgc_ddp.train.data import batch, cache_folder, load, prepare
+from edgc_ddp.train.model import build
+from edgc_ddp.train.schema import DataConfig, ModelConfig
+
+BETAS = (1.0, 0.5, 0.25, 0.05)
+"""Shares of entries that Table 4 and Figure 9 compare."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What determines the gradients. AdamW at ``lr``, constant after ``warmup`` iterations."""
+
+    width: int = 64
+    layers: int = 2
+    heads: int = 2
+    context: int = 64
+    batch: int = 16
+    steps: int = 600
+    warmup: int = 30
+    lr: float = 1e-3
+    seed: int = 0
+    snapshots: tuple[int, ...] = (10, 100, 300, 599)
+    """Iterations whose whole gradients are kept."""
+
+    def name(self) -> str:
+        text = json.dumps(asdict(self), sort_keys=True)
+        return f"gradients-{hashlib.sha256(text.encode()).hexdigest()[:12]}.pt"
+
+
+def series(run: Run) -> dict[str, Any]:
+    """``loss`` (S), per beta ``entropy`` (S, matrices; estimator gaussian, each iteration), and
+    ``snapshots``: iteration -> name -> gradient. Read from the cache when there."""
+    config = DataConfig()
+    path = cache_folder(config) / run.name()
+    if path.exists():
+        kept: dict[str, Any] = torch.load(path, weights_only=True)
+        return kept
+    print(f"training {run.steps} iterations once; kept in {path}", flush=True)
+    kept = _record(run, config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(kept, path)
+    return kept
+
+
+def _record(run: Run, config: DataConfig) -> dict[str, Any]:
+    estimate = ESTIMATORS["gaussian"]
+    losses: list[float] = []
+    entropies: dict[float, list[list[float]]] = {beta: [] for beta in BETAS}
+    snapshots: dict[int, dict[str, Tensor]] = {}
+    names: list[str] = []
+    source = ""
+    for step, loss, gradients, told in _train(run, config):
+        names, source = list(gradients), told
+        losses.append(loss)
+        for beta in BETAS:
+            entropies[beta].append([float(estimate(g, beta, step)) for g in gradients.values()])
+        if step in run.snapshots:
+            snapshots[step] = {name: g.clone() for name, g in gradients.items()}
+    return {
+        "source": source,
+        "names": names,
+        "loss": torch.tensor(losses),
+        "entropy": {str(beta): torch.tensor(rows) for beta, rows in entropies.items()},
+        "snapshots": snapshots,
+    }
+
+
+def _train(run: Run, config: DataConfig) -> Iterator[tuple[int, float, dict[str, Tensor], str]]:
+    """Each iteration's loss and the gradients of its matrices, before clipping."""
+    prepare(config)
+    text = load(config)
+    sizes = ModelConfig(run.width, run.layers, run.heads, run.context)
+    model = build(sizes, run.seed, torch.device("cpu"))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=run.lr, betas=(0.9, 0.95), weight_decay=0.1
+    )
+    for step in range(run.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = run.lr * min(1.0, (step + 1) / run.warmup)
+        inputs_BT, targets_BT = batch(
+            text.train, run.batch, run.context, seed=run.seed, rank=0, step=step
+        )
+        logits_BTV = model(inputs_BT)
+        loss = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        gradients = {
+            name: parameter.grad
+            for name, parameter in model.named_parameters()
+            if parameter.dim() == 2 and parameter.grad is not None
+        }
+        yield step, loss.item(), gradients, text.source
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def mean_entropy(kept: dict[str, Any], beta: float) -> Tensor:
+    """The model's entropy in each iteration (S): matrices weigh as many entries as they have."""
+    snapshot = next(iter(kept["snapshots"].values()))
+    weights = torch.tensor([float(snapshot[name].numel()) for name in kept["names"]])
+    rows: Tensor = kept["entropy"][str(beta)] @ (weights / weights.sum())
+    return rows

@@ -1,0 +1,353 @@
+"""Pipeline stages: the model cut and put together again, gradients, aligned ranks, agreement."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import Ranks
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+
+from edgc_ddp import EDGCState
+from edgc_ddp.controllers import FixedRank
+from edgc_ddp.controllers.alignment import FollowingStage, News, aligned_rank, seconds_at
+from edgc_ddp.decisions import FOREVER, Layout, MatrixSpec, Observation, Plan, State
+from edgc_ddp.lane import Lane
+from edgc_ddp.stages import StageBoard, StageRow
+from edgc_ddp.train.model import build, shapes
+from edgc_ddp.train.pipeline import Pipeline
+from edgc_ddp.train.schema import Config, ModelConfig, ParallelConfig, TrainConfig
+from edgc_ddp.train.stage_model import Stage
+
+CPU = torch.device("cpu")
+TABLE_5 = [(16, 0.7417), (32, 1.4833), (64, 3.0167)]
+DENSE = 3.0417
+LAYOUT = Layout((MatrixSpec("w", 128, 256), MatrixSpec("v", 32, 64)), world_size=2)
+
+
+# Decisions: method section 3, "Stage alignment".
+
+
+@pytest.mark.parametrize(
+    ("first", "slack", "dense", "table", "rank"),
+    [
+        # T^-1(16) = 16, on the dot: 4 (16 / 4 + 1).
+        (16, 0.0, 20.0, [(8, 8.0), (16, 16.0), (32, 32.0)], 20),
+        (16, 3.9, 20.0, [(8, 8.0), (16, 16.0), (32, 32.0)], 20),
+        (16, 4.0, 32.0, [(8, 8.0), (16, 16.0), (32, 32.0)], 24),
+        # Exactly T0 is not above T0, but 4 (20 / 4 + 1) is above r_max = 20.
+        (16, 4.0, 20.0, [(8, 8.0), (16, 16.0), (32, 32.0)], 0),
+        (16, 4.1, 20.0, [(8, 8.0), (16, 16.0), (32, 32.0)], 0),
+        # A stage slower than the first: less than the first one's rank, never less than 4.
+        (16, 0.0, 90.0, [(8, 16.0), (16, 32.0), (32, 64.0)], 12),
+        (16, 0.0, 90.0, [(8, 60.0), (16, 80.0)], 4),
+        # Where no rank pays, dense.
+        (1.0, 0.5, 2.0, [(2, 2.5), (4, 3.0)], 0),
+        (0.7417, 0.0, DENSE, TABLE_5, 20),
+        (0.7417, 0.7416, DENSE, TABLE_5, 36),
+        (0.7417, 2.2750, DENSE, TABLE_5, 0),
+        (math.nan, 1.0, DENSE, TABLE_5, 0),
+    ],
+)
+def test_the_aligned_rank_is_that_of_the_equations(
+    first: float, slack: float, dense: float, table: list[tuple[int, float]], rank: int
+) -> None:
+    assert aligned_rank(first, slack, dense, table) == rank
+
+
+def test_later_stages_of_equal_speed_keep_more_rank() -> None:
+    ranks = [aligned_rank(0.7417, stage * 0.3, DENSE, TABLE_5) for stage in range(8)]
+    assert ranks == [20, 24, 32, 36, 44, 48, 56, 64]
+    assert all(aligned_rank(0.7417, s * 0.3, DENSE, TABLE_5) == 0 for s in range(8, 12))
+
+
+def test_times_between_and_beyond_trials_are_linear() -> None:
+    table = [(2, 1.0), (4, 2.0), (8, 6.0)]
+    assert [seconds_at(table, rank) for rank in (1, 2, 3, 4, 6, 8, 10)] == [
+        *[0.5, 1.0, 1.5, 2.0, 4.0, 6.0, 8.0]
+    ]
+    assert math.isnan(seconds_at([], 4))
+
+
+class Told:
+    """A board on which the test writes."""
+
+    def __init__(self) -> None:
+        self.now: News | None = None
+
+    def news(self, stage: int) -> News | None:
+        return self.now
+
+
+class Follower:
+    """A following stage and its links: answers each plan with the time that its rank takes."""
+
+    def __init__(self, seconds: Callable[[int], float], **options: Any) -> None:
+        self.told = Told()
+        self.seconds = seconds
+        self.controller = FollowingStage(1, self.told, **options)
+        self.state: State = self.controller.init(LAYOUT)
+        self.plan: Plan | None = None
+        self.step = 2
+
+    def decide(self) -> Plan:
+        seen = None
+        if self.plan is not None:
+            self.step = self.plan.until
+            rank = self.plan.ranks["w"]
+            seen = Observation(steps=5, span_seconds=self.seconds(rank))
+        self.state, self.plan = self.controller.decide(self.state, seen, self.step)
+        return self.plan
+
+    def news(self, rank: int, until: int, first: float = 16.0, slack: float = 0.0) -> None:
+        self.told.now = News(rank, until, first, slack)
+
+
+def linear(rank: int) -> float:
+    return float(rank) if rank else 33.0
+
+
+def test_a_following_stage_times_its_ranks_once_and_then_aligns() -> None:
+    stage = Follower(linear)
+    assert (stage.decide().phase, stage.plan.until) == ("start", 3)
+    stage.news(0, until=12)
+    assert (stage.decide().phase, stage.plan.until) == ("warmup", 13)
+    stage.news(16, until=22, first=16.0, slack=6.0)
+    trials = [stage.decide() for _ in range(6)]
+    assert [plan.ranks["w"] for plan in trials] == [2, 4, 8, 16, 32, 64]
+    assert {plan.phase for plan in trials} == {"calibration"}
+    assert [plan.until - 13 for plan in trials] == [5, 10, 15, 20, 25, 30]
+    plan = stage.decide()
+    # Rank 64 took longer than dense: nothing above is timed. T_1 = 22 -> 4 (5 + 1).
+    assert (plan.ranks, plan.phase, plan.until) == ({"w": 24, "v": 24}, "compress", 44)
+    assert "6 s to spare" in plan.reason
+    stage.news(12, until=53, first=12.0, slack=6.0)
+    assert stage.decide().ranks["w"] == 20
+    assert stage.plan.until == 54
+
+
+def test_a_stage_that_changes_speed_moves_its_rank() -> None:
+    stage = Follower(linear)
+    stage.news(0, until=12)
+    stage.decide()
+    stage.news(16, until=FOREVER, first=16.0, slack=6.0)
+    while stage.decide().phase == "calibration":
+        stage.plan = Plan(stage.plan.ranks, "calibration", until=stage.plan.until)
+    assert stage.plan.ranks["w"] == 24
+    stage.news(16, until=10_000, first=16.0, slack=6.0)
+    stage.plan = Plan(stage.plan.ranks, "compress", until=1000)
+    # Twice as slow: T(r) = 2 r, T^-1(22) = 11 -> 12.
+    stage.seconds = lambda rank: 2 * linear(rank)
+    assert stage.decide().ranks["w"] == 12
+    stage.plan = Plan(stage.plan.ranks, "compress", until=2000)
+    assert stage.decide().ranks["w"] == 12
+    # So fast that dense takes no longer than the first stage at its rank.
+    stage.seconds = lambda rank: linear(rank) / 2
+    stage.plan = Plan(stage.plan.ranks, "compress", until=3000)
+    assert (stage.decide().ranks["w"], stage.plan.phase) == (0, "dense")
+    # While dense its dense average is timed, and brings it back.
+    stage.plan = Plan(stage.plan.ranks, "dense", until=4000)
+    stage.seconds = linear
+    assert stage.decide().ranks["w"] == 24
+
+
+def test_a_stage_without_times_or_alignment_takes_the_first_stages_rank() -> None:
+    common = Follower(linear, ranks="common")
+    common.news(16, until=22)
+    assert common.decide().ranks == {"w": 16, "v": 16}
+    untimed = Follower(lambda rank: math.nan)
+    untimed.news(16, until=22)
+    plans = [untimed.decide() for _ in range(3)]
+    assert [plan.ranks["w"] for plan in plans] == [0, 16, 16]
+    assert plans[-1].phase == "compress" and "times unknown" in plans[-1].reason
+
+
+def test_a_first_stage_that_is_dense_for_ever_keeps_all_dense() -> None:
+    stage = Follower(linear)
+    stage.news(0, until=FOREVER)
+    assert (stage.decide().phase, stage.plan.until > FOREVER) == ("dense", True)
+
+
+@pytest.mark.parametrize("bad", [{"ranks": "other"}, {"calibration_steps": 0}])
+def test_bad_options_are_named(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        FollowingStage(1, Told(), **bad)
+    with pytest.raises(ValueError, match="stage=0"):
+        FollowingStage(0, Told())
+
+
+# Agreement.
+
+
+def _exchange(rank: int, world_size: int) -> tuple[Any, ...]:
+    group = dist.group.WORLD
+    assert group is not None
+    board = StageBoard(stages=2, start_iter=2)
+    stage, replica = divmod(rank, 2)
+    for until, spans in ((12, (1.0, 2.0)), (22, (3.0, math.nan))):
+        first = StageRow(rank=8, until=until, span=spans[replica], backward=0.25 + replica)
+        last = StageRow(rank=12, until=99, finish=10.0 * replica)
+        board.exchange(stage, (first, last)[stage], Lane(group, CPU))
+    again = StageBoard(stages=2, start_iter=2)
+    again.load_state_dict(board.state_dict())
+    assert again.news(1) == board.news(1) and again.due(23) and not again.due(22)
+    with pytest.raises(ValueError, match="2 stages"):
+        StageBoard(stages=3, start_iter=2).load_state_dict(board.state_dict())
+    return board.news(0), board.news(1), repr(board.rows)
+
+
+def test_all_ranks_read_the_same_board(ranks: Callable[[int], Ranks]) -> None:
+    boards = ranks(4)(_exchange)
+    assert len(set(boards)) == 1
+    first, second, rows = boards[0]
+    # One replica's nan is left out; the time belongs to the rank of the window before.
+    assert (second.rank, second.until, second.first_seconds) == (8, 22, 3.0)
+    assert (first.slack_seconds, second.slack_seconds) == (0, 0.75)
+    assert "finish=5.0" in rows
+
+
+# The model in pieces.
+
+CONFIG = Config(
+    model=ModelConfig(width=16, layers=3, heads=2, context=8),
+    parallel=ParallelConfig(pp=2, microbatches=4),
+    train=TrainConfig(batch_size=8, bucket_cap_mb=0.004),
+)
+
+
+def some_texts(replica: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(replica)
+    texts = torch.randint(0, 256, (8, 9), generator=generator)
+    return texts[:, :-1], texts[:, 1:]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_the_stages_in_a_row_are_the_whole_model(stages: int) -> None:
+    whole = build(CONFIG.model, 0, CPU)
+    x, _ = some_texts(0)
+    expected, names = whole(x), shapes(whole)
+    found: dict[str, list[int]] = {}
+    for stage in range(stages):
+        part = Stage(build(CONFIG.model, 0, CPU), stage, stages)
+        x = part(x)
+        found |= shapes(part)
+    assert torch.equal(x, expected) and found == names
+
+
+def whole_gradients(config: Config, replicas: int) -> tuple[dict[str, Tensor], float]:
+    """Mean over the replicas of the whole model's gradients, and the norm of that."""
+    model = build(config.model, config.seed, CPU)
+    for replica in range(replicas):
+        inputs, targets = some_texts(replica)
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        (loss / replicas).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt()
+    return gradients, norm.item()
+
+
+def _pipeline_gradients(rank: int, world_size: int, pp: int, schedule: str) -> int:
+    parallel = ParallelConfig(pp=pp, schedule=schedule, microbatches=4)
+    model = ModelConfig(width=16, layers=5, heads=2, context=8)
+    config = Config(model=model, train=CONFIG.train, parallel=parallel)
+    pipeline = Pipeline(config, CPU)
+    inputs, targets = some_texts(pipeline.replica)
+    expected, expected_norm = whole_gradients(config, pipeline.replicas)
+    for _ in range(3):
+        pipeline.ddp.zero_grad()
+        loss = pipeline.backward(inputs, targets)
+        for name, p in pipeline.module.named_parameters():
+            torch.testing.assert_close(p.grad, expected[name], atol=1e-6, rtol=1e-4)
+    norm, told_loss = pipeline.clip(expected_norm / 2, loss)
+    assert norm.item() == pytest.approx(expected_norm, rel=1e-4)
+    for name, p in pipeline.module.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name] / 2, atol=1e-6, rtol=1e-4)
+    whole = build(model, config.seed, CPU)
+    mean = F.cross_entropy(whole(inputs).flatten(0, 1), targets.flatten()).item()
+    assert told_loss.item() == pytest.approx(mean, rel=1e-5)
+    held_out = torch.stack([pipeline.held_out_loss(inputs, targets)])
+    dist.all_reduce(held_out, group=pipeline.group)
+    assert held_out.item() == pytest.approx(mean * targets.numel(), rel=1e-5)
+    return pipeline.stage
+
+
+@pytest.mark.parametrize(("pp", "schedule"), [(2, "1f1b"), (2, "gpipe"), (4, "1f1b")])
+def test_gradients_are_those_of_the_whole_model(
+    ranks: Callable[[int], Ranks], pp: int, schedule: str
+) -> None:
+    stages = ranks(4)(_pipeline_gradients, pp, schedule)
+    assert stages == [rank * pp // 4 for rank in range(4)]
+
+
+def _train_a_little(rank: int, world_size: int) -> tuple[bytes, int, dict[str, int]]:
+    pipeline = Pipeline(CONFIG, CPU)
+    state = EDGCState(
+        FixedRank(4, window=2), pipeline.module, pipeline.replica_group, min_compression_rate=0
+    )
+    pipeline.ddp.register_comm_hook(state, pipeline.clock.hook)
+    optimizer = torch.optim.AdamW(pipeline.module.parameters(), lr=1e-2)
+    for step in range(6):
+        optimizer.zero_grad()
+        _, loss = pipeline.clip(1.0, pipeline.backward(*some_texts(10 * step + pipeline.replica)))
+        optimizer.step()
+    # No backward that is not a step's: compression starts when it is told to.
+    assert state.metrics()["step"] == 6
+    pipeline.exchange(state)
+    row = pipeline.board.rows[pipeline.stage]
+    assert row.rank == 4 and 0 < row.backward < row.ended < row.finish
+    state.close()
+    return pipeline.module.tokens.weight.detach().numpy().tobytes(), pipeline.stage, state.plan()
+
+
+def test_the_tied_weight_stays_one_under_compression(ranks: Callable[[int], Ranks]) -> None:
+    results = ranks(4)(_train_a_little)
+    assert len({weight for weight, _, _ in results}) == 1
+    names = [set(plan) for _, _, plan in results]
+    assert names[0] == names[1] and names[2] == names[3]
+    assert "blocks.0.up.weight" in names[0] and "blocks.2.up.weight" in names[2]
+    assert all(set(plan.values()) == {4} for _, _, plan in results)
+
+
+DELAY = 0.6
+
+
+def _late(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future: Any = torch.futures.Future()
+    threading.Timer(DELAY, future.set_result, [bucket.buffer()]).start()
+    return future
+
+
+_late.__annotations__ = {"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]}
+
+
+def _slow_last_stage(rank: int, world_size: int) -> float:
+    pipeline = Pipeline(CONFIG, CPU)
+    if pipeline.stage == 1:
+        pipeline.ddp.register_comm_hook(None, _late)
+    texts = some_texts(pipeline.replica)
+    for _ in range(2):
+        # Both stages at once, as after the norm of a step before.
+        dist.barrier()
+        begin = time.perf_counter()
+        pipeline.ddp.zero_grad()
+        pipeline._schedule.step(
+            *([texts[0]] if pipeline.stage == 0 else []),
+            **({"target": texts[1]} if pipeline.stage == 1 else {}),
+        )
+        seconds = time.perf_counter() - begin
+    return seconds
+
+
+def test_no_stage_waits_for_the_averaging_of_the_one_behind_it(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    seconds = ranks(4)(_slow_last_stage)
+    assert max(seconds[:2]) < DELAY < min(seconds[2:])

@@ -1,0 +1,61 @@
+"""Real pipelines of 2 x 2 processes: same loss as without stages, every stage on record, resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_app_launch import PYTHON, SHORT, launch, rows_of, summary_of
+
+from edgc_ddp.train import checkpoint
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
+
+PIPELINE = ["nproc=4", "parallel.pp=2", "parallel.dp=2", "parallel.microbatches=2"]
+
+
+def test_a_pipeline_of_dense_stages_learns_what_plain_data_parallel_does(tmp_path: Path) -> None:
+    dense = [option for option in SHORT if not option.startswith("controller.")]
+    plain = summary_of(launch(PYTHON, tmp_path, *dense, "nproc=2", "controller=dense"))
+    staged = summary_of(launch(PYTHON, tmp_path, *dense, *PIPELINE, "controller=dense"))
+    assert staged["val_loss"] == pytest.approx(plain["val_loss"], rel=1e-5)
+    assert (staged["world_size"], staged["mean_rank"]) == (4, 0)
+    losses = [[row["loss"] for row in rows_of(Path(s["run"]), "step")] for s in (plain, staged)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    # The tied weight is averaged at both ends; all else as in one piece.
+    assert staged["dense_bytes"] - plain["dense_bytes"] == 12 * 256 * 32 * 4
+
+
+def test_every_stage_is_on_record_and_resume_goes_on_to_the_last_bit(tmp_path: Path) -> None:
+    # Aligned ranks follow the clock, so only the common rank can repeat itself.
+    options = [*SHORT, *PIPELINE, "parallel.ranks=common", "train.checkpoint_every=7"]
+    whole = summary_of(launch(PYTHON, tmp_path, *options))
+    first, second = whole["stages"]
+    assert (first["stage"], second["stage"]) == (0, 1)
+    assert first["rank"] > 0 and first["phase"] == second["phase"] == "compress"
+    assert all(0 < s["backward_seconds"] < s["finish_seconds"] for s in (first, second))
+    assert whole["wire_bytes"] == first["wire_bytes"] + second["wire_bytes"]
+    run = Path(whole["run"])
+    exchanged = rows_of(run, "stages")
+    assert exchanged[0]["step"] == 2 and len(exchanged) >= 3
+    # The others decide one iteration after the first stage, on its rank.
+    assert exchanged[-1]["stages"][1]["rank"] == exchanged[-2]["stages"][0]["rank"]
+
+    folder = run / "checkpoints" / "step-00000007"
+    names = {"model.pt", "model-stage1.pt", *[f"hook-rank{rank}.pt" for rank in range(4)]}
+    assert {path.name for path in folder.glob("*.pt")} == names
+    resume = f"train.resume={folder}"
+    again = summary_of(launch(PYTHON, tmp_path, *options, resume))
+    assert again["val_loss"] == whole["val_loss"]
+    assert again["final_plan_digest"] == whole["final_plan_digest"]
+    for name in ("model.pt", "model-stage1.pt"):
+        ends = [Path(s["run"]) / "checkpoints" / "step-00000012" / name for s in (whole, again)]
+        before, after = [checkpoint.read(path)["model"] for path in ends]
+        for parameter, value in before.items():
+            assert torch.equal(value, after[parameter]), parameter
+
+    flat = ["parallel.pp=1", "parallel.dp=4"]
+    refused = launch(PYTHON, tmp_path, *options, resume, *flat)
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert "written with stages 2, this run has 1; set parallel.pp" in refused.stderr

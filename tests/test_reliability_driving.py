@@ -1,0 +1,448 @@
+"""Any way of driving DDP: each against plain DistributedDataParallel driven alike, at full rank.
+
+At full rank the hook's average is DDP's, so whatever the user does in between must end the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from scenes import SMALL_BUCKETS_MB, Given, Mlp, averages, draw, fingerprint, seeded, wrap
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from edgc_ddp import EDGCState, edgc_hook
+from edgc_ddp.controllers import FixedRank, Scheduled
+
+Pools = Callable[[int], Ranks]
+Drive = Callable[[DistributedDataParallel, int, int], None]
+
+
+def exact_state(**options: Any) -> EDGCState:
+    return EDGCState(controller=FixedRank(512), min_compression_rate=0, **options)
+
+
+def batch(step: int, rank: int, width: int = 16) -> Tensor:
+    return torch.randn(4, width, generator=seeded(step, rank))
+
+
+def loss_of(ddp: nn.Module, step: int, rank: int) -> Tensor:
+    loss: Tensor = ddp(batch(step, rank)).square().mean()
+    return loss
+
+
+# -- ways of driving ---------------------------------------------------------------------------
+
+
+def plainly(ddp: DistributedDataParallel, rank: int, steps: int = 6) -> None:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.5)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(ddp, step, rank).backward()
+        optimizer.step()
+
+
+def accumulating(ddp: DistributedDataParallel, rank: int) -> None:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(5):
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            loss_of(ddp, 10 * step, rank).backward()
+            loss_of(ddp, 10 * step + 1, rank).backward()
+        loss_of(ddp, 10 * step + 2, rank).backward()
+        optimizer.step()
+
+
+def two_backwards(ddp: DistributedDataParallel, rank: int) -> None:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss_of(ddp, 10 * step, rank).backward()
+        loss_of(ddp, 10 * step + 1, rank).backward()
+        optimizer.step()
+
+
+def keeping_gradients(ddp: DistributedDataParallel, rank: int) -> None:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(5):
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(ddp, step, rank).backward()
+        optimizer.step()
+
+
+def clipping(ddp: DistributedDataParallel, rank: int) -> None:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss_of(ddp, step, rank).backward()
+        nn.utils.clip_grad_norm_(ddp.parameters(), 0.05)
+        optimizer.step()
+
+
+def unevenly(ddp: DistributedDataParallel, rank: int) -> None:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with ddp.join():
+        for step in range(4 + 3 * rank):
+            optimizer.zero_grad()
+            loss_of(ddp, step, rank).backward()
+            optimizer.step()
+
+
+def one_rank_without_data(ddp: DistributedDataParallel, rank: int) -> None:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with ddp.join():
+        for step in range(6 if rank else 0):
+            optimizer.zero_grad()
+            loss_of(ddp, step, rank).backward()
+            optimizer.step()
+
+
+def evaluating_between(ddp: DistributedDataParallel, rank: int) -> None:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(ddp, step, rank).backward()
+        optimizer.step()
+        with torch.no_grad():
+            metric = loss_of(ddp, 99, rank)
+        dist.all_reduce(metric)
+
+
+class Checkpointed(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + checkpoint(lambda y, layer=layer: torch.tanh(layer(y)), x, use_reentrant=False)
+        return x
+
+
+class Skipping(Mlp):
+    """Leaves out other layers on other steps, and some of them on one rank only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        seed = int(x.detach().abs().sum() * 1e4)
+        for place, layer in enumerate(self.layers):
+            if (seed + place) % 3:
+                x = x + torch.tanh(layer(x))
+        return x
+
+
+class OneBranch(nn.Module):
+    """Each rank uses its own branch; a third one nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(16, 16)
+        self.branches = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.branches[dist.get_rank()](torch.tanh(self.stem(x)))
+        return out
+
+
+class BatchNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(16, 24), nn.BatchNorm1d(24), nn.Tanh(), nn.Linear(24, 16)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+def mlp() -> nn.Module:
+    return Mlp(width=16, depth=6)
+
+
+WAYS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
+    "plain": (mlp, plainly, {}),
+    "no_sync": (mlp, accumulating, {}),
+    "two backwards": (mlp, two_backwards, {}),
+    "kept gradients": (mlp, keeping_gradients, {"gradient_as_bucket_view": True}),
+    "clipping": (mlp, clipping, {}),
+    "join": (mlp, unevenly, {}),
+    "join, one rank empty": (mlp, one_rank_without_data, {}),
+    "metrics between": (mlp, evaluating_between, {}),
+    "static graph": (mlp, plainly, {"static_graph": True}),
+    "bucket view": (mlp, plainly, {"gradient_as_bucket_view": True}),
+    "bucket view, no_sync": (mlp, accumulating, {"gradient_as_bucket_view": True}),
+    "tiny buckets": (mlp, plainly, {"bucket_cap_mb": 1e-6}),
+    "huge buckets": (mlp, plainly, {"bucket_cap_mb": 1000}),
+    "skipped layers": (lambda: Skipping(16, 6), plainly, {"find_unused_parameters": True}),
+    "one branch per rank": (OneBranch, plainly, {"find_unused_parameters": True}),
+    "unused, static": (OneBranch, plainly, {"static_graph": True}),
+    "activation checkpointing": (lambda: Checkpointed(16, 6), plainly, {}),
+    "batch norm": (BatchNorm, plainly, {}),
+}
+
+
+def driven_alike(rank: int, world: int, way: str) -> None:
+    build, drive, options = WAYS[way]
+    ends = []
+    for state in (exact_state(), None):
+        torch.manual_seed(3)
+        ddp = wrap(build(), state, **{"bucket_cap_mb": SMALL_BUCKETS_MB, **options})
+        drive(ddp, rank)
+        ends.append(list(ddp.module.state_dict().values()))
+        if state is not None:
+            assert int(state.metrics()["step"]) >= 5
+            state.close()
+    for got, want in zip(*ends, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_driven_alike_it_ends_like_plain_ddp(ranks: Pools, way: str) -> None:
+    ranks(2)(driven_alike, way)
+
+
+# -- several models, groups, wrappers ----------------------------------------------------------
+
+
+def two_models_at_once(rank: int, world: int) -> None:
+    """A generator and a critic, each with its own state, their backwards interleaved."""
+    ends = []
+    for hooked in (True, False):
+        torch.manual_seed(3)
+        pair = [
+            wrap(mlp(), exact_state() if hooked else None, SMALL_BUCKETS_MB) for _ in range(2)
+        ]
+        optimizers = [torch.optim.SGD(ddp.parameters(), lr=0.1) for ddp in pair]
+        for step in range(6):
+            outputs = [ddp(batch(step, rank)) for ddp in pair]
+            for ddp, optimizer, output in zip(pair, optimizers, reversed(outputs), strict=True):
+                optimizer.zero_grad()
+                output.square().mean().backward(retain_graph=True)
+                assert ddp is not None
+            for optimizer in optimizers:
+                optimizer.step()
+        ends.append([p.detach() for ddp in pair for p in ddp.parameters()])
+    for got, want in zip(*ends, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-6)
+
+
+def test_two_models_with_a_state_each(ranks: Pools) -> None:
+    ranks(2)(two_models_at_once)
+
+
+def subgroup(rank: int, world: int, members: list[int]) -> bytes:
+    group = dist.new_group(members)
+    if rank not in members:
+        return b""
+    ends = []
+    for state in (exact_state(process_group=group), None):
+        torch.manual_seed(3)
+        ddp = wrap(mlp(), state, SMALL_BUCKETS_MB, process_group=group)
+        plainly(ddp, rank)
+        ends.append([p.detach() for p in ddp.parameters()])
+    for got, want in zip(*ends, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-6)
+    return fingerprint(ddp)
+
+
+def test_a_subgroup_averages_among_itself(ranks: Pools) -> None:
+    outside, *inside = ranks(3)(subgroup, [1, 2])
+    assert outside == b"" and len(set(inside)) == 1
+
+
+def wrapped_in_fp16(rank: int, world: int) -> None:
+    state = exact_state()
+    ddp = DistributedDataParallel(Given([(24, 40), (9,)]), bucket_cap_mb=SMALL_BUCKETS_MB)
+    ddp.register_comm_hook(state, fp16_compress_wrapper(edgc_hook))
+    plain = wrap(Given([(24, 40), (9,)]), None)
+    for step in range(5):
+        gradients = draw([(24, 40), (9,)], seed=10 * step + rank)
+        pairs = zip(averages(ddp, gradients), averages(plain, gradients), strict=True)
+        for got, want in pairs:
+            torch.testing.assert_close(got, want, rtol=4e-3, atol=4e-3)
+
+
+def test_torchs_fp16_wrapper_around_the_hook(ranks: Pools) -> None:
+    ranks(2)(wrapped_in_fp16)
+
+
+def compiled(rank: int, world: int) -> None:
+    ends = []
+    for state in (exact_state(), None):
+        torch.manual_seed(3)
+        ddp = wrap(mlp(), state)
+        # DDP's optimizer cuts the graph at bucket borders; the backend behind it does not matter.
+        plainly(torch.compile(ddp, backend="aot_eager"), rank)  # type: ignore[arg-type]
+        ends.append([p.detach() for p in ddp.parameters()])
+        torch._dynamo.reset()
+    for got, want in zip(*ends, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-6)
+
+
+def test_torch_compile(ranks: Pools) -> None:
+    ranks(2)(compiled)
+
+
+def test_the_python_reducer_form_is_a_clear_error() -> None:
+    with pytest.raises(RuntimeError, match="python_reducer.*ddp_optimizer"):
+        edgc_hook(exact_state(), (torch.zeros(3), nn.Parameter(torch.zeros(3))))  # type: ignore[arg-type]
+
+
+# -- copies ------------------------------------------------------------------------------------
+
+
+def rank_two() -> EDGCState:
+    return EDGCState(controller=Scheduled({0: 2, 6: 4}, window=5))
+
+
+def copy_of(ddp: DistributedDataParallel, state: EDGCState, how: str) -> tuple[nn.Module, EDGCState]:
+    if how == "deepcopy of DDP":
+        twin = copy.deepcopy(ddp)
+        ((_, copied),) = twin._comm_hooks
+        assert isinstance(copied, EDGCState) and copied is not state
+        return twin.module, copied
+    if how == "pickle":
+        return pickle.loads(pickle.dumps((ddp.module, state)))  # type: ignore[no-any-return]
+    if how == "torch.save":
+        buffer = io.BytesIO()
+        torch.save((ddp.module, state), buffer)
+        buffer.seek(0)
+        return torch.load(buffer, weights_only=False)  # type: ignore[no-any-return]
+    return copy.deepcopy((ddp.module, state))
+
+
+def goes_on_from_a_copy(rank: int, world: int, how: str, named: bool) -> None:
+    """A copy taken after five steps must train on exactly as the original does."""
+    torch.manual_seed(3)
+    model = mlp()
+    state = rank_two()
+    if named:
+        state = EDGCState(controller=state.controller, model=model)
+    ddp = wrap(model, state, SMALL_BUCKETS_MB)
+    plainly(ddp, rank, steps=5)
+    module, twin = copy_of(ddp, state, how)
+    plainly(ddp, rank, steps=4)
+    fresh = wrap(module, twin, SMALL_BUCKETS_MB)
+    plainly(fresh, rank, steps=4)
+    assert fingerprint(fresh.module) == fingerprint(ddp.module)
+    assert state.metrics()["plan_digest"] == twin.metrics()["plan_digest"]
+    assert state.metrics()["wire_bytes"] == twin.metrics()["wire_bytes"]
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("how", ["deepcopy", "deepcopy of DDP", "pickle", "torch.save"])
+def test_a_copy_goes_on_where_the_original_was(ranks: Pools, how: str, named: bool) -> None:
+    ranks(2)(goes_on_from_a_copy, how, named)
+
+
+def copies_with_groups(rank: int, world: int) -> None:
+    group = dist.new_group([0, 1])
+    state = EDGCState(controller=FixedRank(2), process_group=group)
+    ddp = wrap(mlp(), state, process_group=group)
+    plainly(ddp, rank, 3)
+    with pytest.raises(TypeError, match="state_dict"):
+        pickle.dumps(state)
+    twin = copy.deepcopy(state)
+    assert twin.engine.process_group is group
+    plainly(wrap(mlp(), twin, process_group=group), rank, 3)
+
+
+def test_a_state_with_a_group_is_copied_but_not_pickled(ranks: Pools) -> None:
+    ranks(2)(copies_with_groups)
+
+
+def closed_and_used_again(rank: int, world: int) -> None:
+    ends = []
+    for closing in (False, True):
+        torch.manual_seed(3)
+        state = rank_two()
+        ddp = wrap(mlp(), state, SMALL_BUCKETS_MB)
+        plainly(ddp, rank, 4)
+        if closing:
+            state.close()
+            state.close()
+        plainly(ddp, rank, 4)
+        ends.append(fingerprint(ddp.module))
+    assert ends[0] == ends[1]
+
+
+def test_a_closed_state_goes_on_when_it_is_used_again(ranks: Pools) -> None:
+    ranks(2)(closed_and_used_again)
+
+
+def lanes() -> int:
+    return sum(thread.name == "edgc-lane" for thread in threading.enumerate())
+
+
+def dropped(rank: int, world: int) -> None:
+    gc.collect()
+    before = lanes()
+    for _ in range(3):
+        ddp = wrap(mlp(), rank_two(), SMALL_BUCKETS_MB)
+        plainly(ddp, rank, 3)
+        del ddp
+        gc.collect()
+    assert lanes() == before
+
+
+def test_states_that_are_dropped_leave_no_thread(ranks: Pools) -> None:
+    ranks(2)(dropped)
+
+
+# -- buckets that differ between runs ----------------------------------------------------------
+
+
+def other_buckets(rank: int, world: int, named: bool) -> str:
+    """A checkpoint resumed with other buckets: right with names, refused without."""
+    shapes = [(300, 300)] * 6
+    first, second = Given(shapes), Given(shapes)
+    state = EDGCState(controller=FixedRank(2), model=first if named else None)
+    averages_of(first, state, SMALL_BUCKETS_MB, 4)
+    twin = EDGCState(controller=FixedRank(2), model=second if named else None)
+    twin.load_state_dict(state.state_dict())
+    try:
+        averages_of(second, twin, 1000, 1)
+    except (ValueError, RuntimeError) as refused:
+        return str(refused)
+    for (name, mine), (_, theirs) in zip(
+        first.named_parameters(), second.named_parameters(), strict=True
+    ):
+        slots = [state.engine.registry.slots([mine])[0], twin.engine.registry.slots([theirs])[0]]
+        name = slots[0].name if not named else name
+        assert [slot.name for slot in slots] == [name] * 2, [slot.name for slot in slots]
+    return ""
+
+
+def averages_of(model: nn.Module, state: EDGCState, bucket_cap_mb: float, steps: int) -> None:
+    ddp = wrap(model, state, bucket_cap_mb)
+    for step in range(steps):
+        averages(ddp, draw([p.shape for p in model.parameters()], seed=step))
+
+
+def test_other_buckets_are_right_with_names_and_refused_without(ranks: Pools) -> None:
+    assert ranks(2)(other_buckets, True) == ["", ""]
+    for message in ranks(2)(other_buckets, False):
+        assert "bucket_cap_mb" in message and "model=ddp.module" in message
+
+
+def ignored_parameters(rank: int, world: int) -> None:
+    """Parameters that DDP was told to leave alone are no part of the state."""
+    model = mlp()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["layers.0.weight"])
+    state = EDGCState(controller=FixedRank(2), model=model)
+    plainly(wrap(model, state), rank, 3)
+    again = EDGCState(controller=FixedRank(2), model=model)
+    again.load_state_dict(state.state_dict())
+    assert "layers.0.weight" not in state.plan() and "layers.1.weight" in again.plan()
+
+
+def test_parameters_that_ddp_ignores(ranks: Pools) -> None:
+    ranks(2)(ignored_parameters)

@@ -1,0 +1,108 @@
+"""Processes that fail, stall, stop or are told to stop: a clear error in time, and a clean exit.
+
+Each case runs real processes, since what matters is their exit code and what they print on the way.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "reliability" / "job.py"
+CRASHES = ("terminate called", "Fatal Python error", "Segmentation fault", "core dumped")
+SECONDS = 60
+
+
+class Job:
+    """``world`` processes of the job script, all in one way of ending."""
+
+    def __init__(self, tmp_path: Path, way: str, world: int = 2) -> None:
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, str(SCRIPT), way, str(rank), str(world), str(tmp_path / "store")],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+            for rank in range(world)
+        ]
+
+    def ready(self) -> None:
+        for process in self.processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n", process.communicate()[1]
+
+    def end(self) -> list[tuple[int, str]]:
+        """Exit code and everything printed, of each rank; a process that does not end fails the test."""
+        ends = []
+        try:
+            for process in self.processes:
+                out, err = process.communicate(timeout=SECONDS)
+                ends.append((process.returncode, out + err))
+        finally:
+            for process in self.processes:
+                process.kill()
+                process.wait()
+        return ends
+
+
+@pytest.mark.parametrize(
+    "way", ["plain exit", "destroy", "close", "close then destroy", "destroy then close", "drop"]
+)
+def test_a_finished_run_exits_cleanly(tmp_path: Path, way: str) -> None:
+    for code, printed in Job(tmp_path, way).end():
+        assert code == 0, printed
+        assert not any(crash in printed for crash in CRASHES), printed
+
+
+@pytest.mark.parametrize("way", ["raise", "raise in backward", "raise then destroy", "sys.exit"])
+def test_an_exception_in_the_loop_ends_the_process(tmp_path: Path, way: str) -> None:
+    for code, printed in Job(tmp_path, way).end():
+        assert code == 3 if way == "sys.exit" else code == 1, printed
+        assert way == "sys.exit" or "my own error" in printed
+        assert not any(crash in printed for crash in CRASHES), printed
+
+
+def test_an_error_in_the_controller_reaches_the_trainer(tmp_path: Path) -> None:
+    for code, printed in Job(tmp_path, "controller").end():
+        assert code == 0 and "caught: " in printed and "controller said no" in printed, printed
+        assert not any(crash in printed for crash in CRASHES), printed
+
+
+def test_ctrl_c_ends_training(tmp_path: Path) -> None:
+    job = Job(tmp_path, "for ever")
+    job.ready()
+    time.sleep(0.3)
+    for process in job.processes:
+        process.send_signal(signal.SIGINT)
+    for code, printed in job.end():
+        assert code != 0
+        assert not any(crash in printed for crash in CRASHES), printed
+
+
+def test_a_killed_rank_is_an_error_on_the_others(tmp_path: Path) -> None:
+    job = Job(tmp_path, "for ever", world=3)
+    job.ready()
+    time.sleep(0.3)
+    job.processes[1].kill()
+    began = time.monotonic()
+    ends = job.end()
+    assert time.monotonic() - began < 30
+    for code, printed in (ends[0], ends[2]):
+        assert code == 1 and "Error" in printed, printed
+        assert not any(crash in printed for crash in CRASHES), printed
+
+
+def test_a_stalled_rank_is_an_error_on_the_others(tmp_path: Path) -> None:
+    (stalled, _), (code, printed) = Job(tmp_path, "stall").end()
+    assert stalled == 0
+    assert code == 1 and "imed out" in printed, printed
+    assert not any(crash in printed for crash in CRASHES), printed
