@@ -27,7 +27,7 @@ class Piece:
     reads_gradients: bool = True
 
 
-_CAPTION = 'Of the paper\'s figure only the caption was at hand, "{}", so there are no numbers to compare with.'
+_CAPTION = 'Only the caption of the paper\'s figure was at hand, "{}": no numbers to compare with.'
 
 PIECES = {
     "figure1": Piece(

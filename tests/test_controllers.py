@@ -180,9 +180,7 @@ CASES = {
     "accordion shares": Case(
         Accordion(16, 1, threshold=0.3, window=0.05, total_steps=1000), 1, 16, True, 15, False
     ),
-    "lgreco": Case(
-        LGreco(8, window=50, step_limit=4), 4, 16, reads_entropy=False, trades=True
-    ),
+    "lgreco": Case(LGreco(8, window=50, step_limit=4), 4, 16, reads_entropy=False, trades=True),
     "lgreco relative": Case(
         LGreco(8, window=50, r_max=12, relative=True), 4, 12, True, 8, False, trades=True
     ),
@@ -191,15 +189,24 @@ CASES = {
     ),
     "adaptive target": Case(
         AdaptiveController(window=50, target=0.3, r_min=2, r_max=40, step_limit=5),
-        2, 40, step_limit=5, reads_entropy=False,
+        2,
+        40,
+        step_limit=5,
+        reads_entropy=False,
     ),
     "adaptive both": Case(
         AdaptiveController(window=0.05, total_steps=1000, target=0.01, budget=0.05),
-        1, 60, reads_entropy=False, trades=True,
+        1,
+        60,
+        reads_entropy=False,
+        trades=True,
     ),
     "adaptive cost": Case(
         AdaptiveController(window=50, warmup=0, cost=lambda matrix: 100.0 + matrix.cols),
-        1, 60, reads_entropy=False, trades=True,
+        1,
+        60,
+        reads_entropy=False,
+        trades=True,
     ),
     "selective": Case(Selective(entropy_controller(), compress=("h.*",), dense=("*mlp*",)), 8, 32),
 }

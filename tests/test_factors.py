@@ -15,6 +15,7 @@ from scenes import Given, averages, draw, wrap
 from torch import Tensor
 
 from edgc_ddp import EDGCState
+from edgc_ddp.controllers import AdaptiveController
 from edgc_ddp.decisions import Layout, MatrixSpec, Observation, Plan, Sampling, State
 from edgc_ddp.factors import FactorSums
 
@@ -158,3 +159,23 @@ def test_sums_survive_a_checkpoint_in_the_middle_of_a_window() -> None:
     assert through.vector() == resumed.vector()
     told = resumed.fields(resumed.vector(), 1)
     assert told["captured"]["dense"] == () and math.isnan(told["left"]["dense"])
+
+
+def simple_and_noisy(rank: int, world: int) -> dict[str, int]:
+    """Gradients of rank one for the first matrix, of full rank for the second."""
+    state = EDGCState(controller=AdaptiveController(window=5, warmup=0, budget=0.5))
+    ddp = wrap(Given([(24, 40), (24, 40)]), state)
+    for step in range(22):
+        left, right, noise = draw([(24, 1), (1, 40), (24, 40)], seed=100 * step + rank)
+        averages(ddp, [(left if step % 2 else -left) @ right, noise])
+    plan = state.plan()
+    state.close()
+    return plan
+
+
+def test_the_adaptive_controller_spends_where_the_energy_is(ranks: Pools) -> None:
+    first, second = ranks(2)(simple_and_noisy)
+    assert first == second
+    simple, noisy = first.values()
+    # Half of the entries are 15 directions of 64; factors stop saving at the 15th of each.
+    assert simple + noisy <= 15 and noisy > simple + 4

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from edgc_ddp.controllers import FixedRank
 from edgc_ddp.controllers.alignment import FollowingStage, News, aligned_rank, seconds_at
 from edgc_ddp.decisions import FOREVER, Layout, MatrixSpec, Observation, Plan, State
 from edgc_ddp.lane import Lane
+from edgc_ddp.report.load import Run
+from edgc_ddp.report.stages import draw_stages, time_line
 from edgc_ddp.stages import StageBoard, StageRow
 from edgc_ddp.train.model import build, shapes
 from edgc_ddp.train.pipeline import Pipeline
@@ -182,6 +185,19 @@ def test_bad_options_are_named(bad: dict[str, Any]) -> None:
         FollowingStage(1, Told(), **bad)
     with pytest.raises(ValueError, match="stage=0"):
         FollowingStage(0, Told())
+
+
+def test_the_report_shows_the_stages_of_a_pipeline_only(tmp_path: Path) -> None:
+    stages: list[dict[str, Any]] = [
+        {"stage": k, "rank": 8 * k, "finish_seconds": 1.0 + k, "residual": None} for k in range(2)
+    ]
+    stages[0]["backward_end_seconds"] = 0.25
+    assert [time_line(stage, 2.0) for stage in stages] == [(0.25, 0.75, 1.0), (2.0, 0.0, 0.0)]
+    picture = draw_stages(Run(tmp_path, summary={"stages": stages}))
+    assert picture is not None and picture.png.startswith(b"\x89PNG")
+    assert draw_stages(Run(tmp_path, summary={"steps": 3})) is None
+    stages[1]["finish_seconds"] = None
+    assert draw_stages(Run(tmp_path, summary={"stages": stages})) is None
 
 
 # Agreement.

@@ -16,7 +16,7 @@ import pytest
 
 SCRIPT = Path(__file__).parent / "reliability" / "job.py"
 CRASHES = ("terminate called", "Fatal Python error", "Segmentation fault", "core dumped")
-SECONDS = 60
+SECONDS = 100
 
 
 class Job:

@@ -10,7 +10,7 @@ from benchmarks.figures.gradients import Run, mean_entropy, series
 
 TITLE = "Table 6: window size"
 PAPER = (
-    "The paper, windows 1 / 100 / 500 / 1000 / 2500 of 230 000 iterations: CC 1 / .9979 / .9920 / .9807 / "
+    "Windows 1 / 100 / 500 / 1000 / 2500 of 230 000 iterations: CC 1 / .9979 / .9920 / .9807 / "
     ".9634 and MSE 0 / .0066 / .0288 / .1561 / .8750 on GPT-2, CC 1 / .9891 / .9838 / .9433 / .8004 and "
     "MSE 0 / .0059 / .0534 / .2742 / 1.2181 on BERT."
 )
@@ -41,5 +41,5 @@ def make(folder: Path) -> list[str]:
         *markdown(["window", "CC", "MSE"], rows),
         "",
         "The paper's window of 1000 is 0.4 % of its run; that share of this run is two or three "
-        f"iterations. The entropy's own variance over the run is {float(whole.var()):.4f}: no MSE exceeds that.",
+        f"iterations. The entropy's own variance is {float(whole.var()):.4f}: no MSE exceeds it.",
     ]

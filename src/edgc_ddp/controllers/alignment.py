@@ -116,33 +116,36 @@ class FollowingStage:
         state = _learn(state, observation)
         news = self.board.news(self.stage)
         if news is None:
-            return _plan(state, 0, "start", step + 1, "no word from the first stage yet")
+            return _plan(state, 0, "start", step, step + 1, "no word from the first stage yet")
         until = max(news.until, step) + 1
         if news.rank == 0:
             phase = "dense" if news.until >= FOREVER else "warmup"
-            return _plan(state, 0, phase, until, "the first stage is dense")
+            return _plan(state, 0, phase, step, until, "the first stage is dense")
         told = f"first stage at rank {news.rank}"
         if self.ranks == "common":
-            return _plan(state, news.rank, "compress", until, told)
+            return _plan(state, news.rank, "compress", step, until, told)
         if not state["timed"]:
             rank = _next_to_time(state)
             if rank is not None:
                 end = step + self.calibration_steps
-                return _plan(state, rank, "calibration", end, f"timing rank {rank}")
+                return _plan(state, rank, "calibration", step, end, f"timing rank {rank}")
             state = {**state, "timed": True}
-        return self._align(state, news, until, told)
+        return self._align(state, news, step, until, told)
 
-    def _align(self, state: State, news: News, until: int, told: str) -> tuple[State, Plan]:
+    def _align(
+        self, state: State, news: News, step: int, until: int, told: str
+    ) -> tuple[State, Plan]:
         allowed = news.first_seconds + news.slack_seconds
         if not math.isfinite(allowed) or state["dense"] is None or not state["trials"]:
-            return _plan(state, news.rank, "compress", until, f"{told}, times unknown: the same")
+            told = f"{told}, times unknown: the same"
+            return _plan(state, news.rank, "compress", step, until, told)
         trials = [(rank, seconds) for rank, seconds in state["trials"]]
         rank = aligned_rank(news.first_seconds, news.slack_seconds, state["dense"], trials)
         told = (
             f"{told} in {news.first_seconds:.3g} s, {news.slack_seconds:.3g} s to spare, dense takes "
             f"{state['dense']:.3g} s: {f'rank {rank}' if rank else 'dense'}"
         )
-        return _plan(state, rank, "compress" if rank else "dense", until, told)
+        return _plan(state, rank, "compress" if rank else "dense", step, until, told)
 
 
 def _next_to_time(state: State) -> int | None:
@@ -176,9 +179,10 @@ def _learn(state: State, observation: Observation | None) -> State:
     return {**state, "dense": state["dense"] * factor, "trials": trials}
 
 
-def _plan(state: State, rank: int, phase: str, until: int, reason: str) -> tuple[State, Plan]:
+def _plan(
+    state: State, rank: int, phase: str, step: int, until: int, reason: str
+) -> tuple[State, Plan]:
     layout = unpack(state["matrices"])
-    # `until` has no say in a run of unknown length: sample as a long window does.
-    sampling = sampling_over(_LONGEST_SAMPLED, alpha=0.25)
+    sampling = sampling_over(min(max(1, until - step), _LONGEST_SAMPLED))
     plan = Plan.uniform(layout, rank, phase, until=until, sampling=sampling, reason=reason)
     return {**state, "rank": rank}, plan

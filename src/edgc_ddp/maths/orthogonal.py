@@ -38,7 +38,7 @@ def orthonormalise(p_BMR: Tensor) -> Tensor:
     rows, rank = p_BMR.shape[-2:]
     assert rank <= rows, f"{rank} orthonormal columns do not fit into {rows} rows"
     even_BMR = _even_columns(p_BMR)
-    basis_BMR = torch.linalg.qr(even_BMR)[0]
+    basis_BMR: Tensor = torch.linalg.qr(even_BMR)[0]
     # QR itself may not look at the last row of a square matrix and would miss a nan there.
     nan_or_zero_B11 = even_BMR.sum(dim=(-2, -1), keepdim=True) * 0
     return basis_BMR.add_(nan_or_zero_B11)
