@@ -10,7 +10,7 @@ endif
 .PHONY: train test lint clean
 .DEFAULT_GOAL := test
 
-# The pins were resolved on Python 3.11. torch comes first and alone, so that nothing else picks its build.
+# The pins were resolved on Python 3.11 and, with markers, on 3.10. torch comes first and alone, so that nothing else picks its build.
 $(STAMP): requirements-torch.txt requirements.txt setup.cfg pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-torch.txt

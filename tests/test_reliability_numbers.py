@@ -1,4 +1,4 @@
-"""Numbers that go bad: inf, NaN, loss scales, skew, underflow. Never worse than plain DDP, and never for long."""
+"""Numbers that go bad: inf, NaN, loss scales, skew, underflow. Never worse than plain DDP, nor for long."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Random models driven at random, each against plain DDP and against what each rank was given.
 
-Hypothesis draws a plan on this side; the kept processes run it. Few examples here, many in benchmarks/soak.py.
+Hypothesis draws a plan on this side; kept processes run it. Few examples here, many in benchmarks/soak.py.
 """
 
 from __future__ import annotations

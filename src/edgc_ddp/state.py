@@ -29,7 +29,7 @@ class EDGCState:
             the first gradient arrives, so the state may be made before the group exists.
         start_iter: iterations averaged dense before any compression, at least 2, since DDP rebuilds
             its buckets after the first.
-        wire_dtype: "fp32" or "bf16", the type that factors travel in.
+        wire_dtype: "fp32", "bf16" or "int8", the type that factors travel in.
         residual_dtype: "fp32" or "bf16", the type that residuals are kept in.
         error_feedback: keep what was not sent and add it to the next gradient.
         min_compression_rate: a matrix is compressed only if its factors are smaller than it by more

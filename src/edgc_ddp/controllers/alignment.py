@@ -90,7 +90,7 @@ class FollowingStage:
     - ``ranks``: "aligned" (:func:`aligned_rank`) or "common" (the first stage's rank).
     - ``calibration_steps``: iterations for which each of the ranks 2, 4, 8, ... is timed once the
       first stage compresses; dense is timed while it does not. Every later window tells how long
-      its rank takes by then, and the whole table follows.
+      its rank takes by then, and the table follows, over a few windows.
 
     It decides one iteration after the first stage, since the news travel between iterations.
 
@@ -161,7 +161,7 @@ def _next_to_time(state: State) -> int | None:
 
 
 def _learn(state: State, observation: Observation | None) -> State:
-    """The times after a window: a new entry, or the whole table at its new speed."""
+    """The times after a window: a new entry, and the table at its new speed."""
     rank = state["rank"]
     seconds = math.nan if observation is None else observation.span_seconds
     if rank is None or not math.isfinite(seconds) or seconds <= 0:
@@ -173,10 +173,18 @@ def _learn(state: State, observation: Observation | None) -> State:
         return {**state, "trials": [[tried, known[tried]] for tried in sorted(known)]}
     if state["dense"] is None or not state["trials"]:
         return state
-    expected = state["dense"] if rank == 0 else seconds_at(state["trials"], rank)
-    factor = seconds / expected if expected > 0 else 1.0
-    trials = [[tried, time * factor] for tried, time in state["trials"]]
-    return {**state, "dense": state["dense"] * factor, "trials": trials}
+    trials = [(tried, time) for tried, time in state["trials"]]
+    expected = state["dense"] if rank == 0 else seconds_at(trials, rank)
+    # A surprise is half the link's, which moves all times, and half this rank's, whose time is now
+    # known. All of it the link's, and one wrong time in the table would send the rank to and fro.
+    factor = math.sqrt(seconds / expected) if expected > 0 else 1.0
+    known = {tried: time * factor for tried, time in trials}
+    dense = state["dense"] * factor
+    if rank == 0:
+        dense = seconds
+    else:
+        known[rank] = seconds
+    return {**state, "dense": dense, "trials": [[tried, known[tried]] for tried in sorted(known)]}
 
 
 def _plan(
