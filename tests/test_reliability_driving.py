@@ -422,7 +422,8 @@ def other_buckets(rank: int, world: int, named: bool) -> str:
 
 
 def averages_of(model: nn.Module, state: EDGCState, bucket_cap_mb: float, steps: int) -> None:
-    ddp = wrap(model, state, bucket_cap_mb)
+    # Only then is the first iteration cut into buckets at all.
+    ddp = wrap(model, state, bucket_cap_mb, find_unused_parameters=True)
     for step in range(steps):
         averages(ddp, draw([p.shape for p in model.parameters()], seed=step))
 

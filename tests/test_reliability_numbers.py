@@ -142,13 +142,13 @@ def with_scaler(rank: int, world: int) -> tuple[int, float, bytes]:
     torch.manual_seed(3)
     state = EDGCState(controller=FixedRank(2))
     ddp = wrap(Mlp(width=16, depth=4), state, SMALL_BUCKETS_MB)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.002)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=8)
     losses, skipped = [], 0
     for step in range(50):
         state.loss_scale = scaler.get_scale()
         optimizer.zero_grad()
-        loss = ddp(torch.randn(4, 16, generator=seeded(step, rank))).square().mean()
+        loss = 100 * ddp(torch.randn(4, 16, generator=seeded(step, rank))).square().mean()
         scaler.scale(loss).backward()
         before = scaler.get_scale()
         scaler.step(optimizer)
