@@ -217,9 +217,7 @@ def two_models_at_once(rank: int, world: int) -> None:
     ends = []
     for hooked in (True, False):
         torch.manual_seed(3)
-        pair = [
-            wrap(mlp(), exact_state() if hooked else None, SMALL_BUCKETS_MB) for _ in range(2)
-        ]
+        pair = [wrap(mlp(), exact_state() if hooked else None, SMALL_BUCKETS_MB) for _ in range(2)]
         optimizers = [torch.optim.SGD(ddp.parameters(), lr=0.1) for ddp in pair]
         for step in range(6):
             outputs = [ddp(batch(step, rank)) for ddp in pair]
@@ -303,7 +301,9 @@ def rank_two() -> EDGCState:
     return EDGCState(controller=Scheduled({0: 2, 6: 4}, window=5))
 
 
-def copy_of(ddp: DistributedDataParallel, state: EDGCState, how: str) -> tuple[nn.Module, EDGCState]:
+def copy_of(
+    ddp: DistributedDataParallel, state: EDGCState, how: str
+) -> tuple[nn.Module, EDGCState]:
     if how == "deepcopy of DDP":
         twin = copy.deepcopy(ddp)
         ((_, copied),) = twin._comm_hooks

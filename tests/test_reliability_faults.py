@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,50 @@ def test_a_stalled_rank_is_an_error_on_the_others(tmp_path: Path) -> None:
     assert stalled == 0
     assert code == 1 and "imed out" in printed, printed
     assert not any(crash in printed for crash in CRASHES), printed
+
+
+def elastic(folder: Path, kills: list[tuple[int, int]]) -> list[str]:
+    """Train under torchrun; ``kills`` are (rank, step at which it is killed), one for each restart."""
+    folder.mkdir()
+    script = Path(__file__).parent / "reliability" / "elastic_job.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "--max-restarts", "4", "--monitor-interval", "0.1"]
+    job = subprocess.Popen(
+        [*command, str(script), str(folder), "0.03" if kills else "0"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        for restart, (rank, step) in enumerate(kills):
+            pid = folder / f"pid-{restart}-{rank}"
+            until(lambda pid=pid: bool(read(pid)))
+            until(lambda rank=rank, step=step: int(read(folder / f"step-{rank}") or -1) >= step)
+            os.kill(int(read(pid)), signal.SIGKILL)
+        _, err = job.communicate(timeout=2 * SECONDS)
+        assert job.returncode == 0, err
+    finally:
+        # As Ctrl-C does: torchrun then ends its workers.
+        job.terminate()
+        job.wait()
+    return [read(folder / f"end-{rank}") for rank in range(2)]
+
+
+def until(true: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 2 * SECONDS
+    while not true():
+        assert time.monotonic() < give_up
+        time.sleep(0.005)
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_killed_workers_end_bit_for_bit_where_an_undisturbed_run_does(tmp_path: Path) -> None:
+    whole = elastic(tmp_path / "whole", [])
+    killed = elastic(tmp_path / "killed", [(1, 3), (0, 34)])
+    assert killed == whole and whole[0] == whole[1] != ""

@@ -34,7 +34,9 @@ def residuals(state: EDGCState) -> list[Tensor]:
     return [slot.residual.clone() for slot in slots if slot.residual is not None]
 
 
-def poisoned_for_a_while(rank: int, world: int, bad: float, steps: int, wire: str, end: int) -> None:
+def poisoned_for_a_while(
+    rank: int, world: int, bad: float, steps: int, wire: str, end: int
+) -> None:
     """Non-finite gradients on one rank for some steps, at any place in a schedule."""
     state = EDGCState(controller=Scheduled({0: 3, 7: 5, end: 0}), wire_dtype=wire)
     ddp = wrap(Given(SHAPES), state, SMALL_BUCKETS_MB)
@@ -63,7 +65,9 @@ def poisoned_for_a_while(rank: int, world: int, bad: float, steps: int, wire: st
     # Two of the later residuals may have been made before: what is owed is counted over all of them.
     total_owed = sum(float(r.double().sum()) for r in owed)
     total_left = sum(float(r.double().sum()) for r in plain_mean(residuals(state)))
-    moved = sum(float(t.double().sum()) for t in received) - sum(float(t.double().sum()) for t in given)
+    moved = sum(float(t.double().sum()) for t in received) - sum(
+        float(t.double().sum()) for t in given
+    )
     tolerance = 1e-3 if wire == "fp32" else 3e-1
     assert moved == pytest.approx(total_owed - total_left, abs=tolerance)
 
@@ -101,10 +105,12 @@ def overflowing_factor(rank: int, world: int) -> None:
     for step in range(3):
         averages(ddp, draw([(24, 40)], seed=step))
     for _ in range(3):
-        averages(ddp, [torch.full((24, 40), 2e38)])
+        gradient = torch.zeros(24, 40)
+        gradient[:, 3] = 2e38
+        averages(ddp, [gradient])
     for step in range(3):
         (got,) = averages(ddp, draw([(24, 40)], seed=step))
-    assert torch.isfinite(got).all()
+    assert torch.isfinite(got).all() and float(got.norm()) > 0
 
 
 def test_factors_that_overflow_do_not_poison(ranks: Pools) -> None:

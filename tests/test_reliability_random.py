@@ -121,9 +121,7 @@ def backward(ddp: DistributedDataParallel, case: Case, step: int, rank: int) -> 
     ]
 
 
-def hooked(
-    case: Case, saved: dict[str, Any] | None
-) -> tuple[DistributedDataParallel, EDGCState]:
+def hooked(case: Case, saved: dict[str, Any] | None) -> tuple[DistributedDataParallel, EDGCState]:
     model = Drawn(case.weights)
     state = EDGCState(
         controller=Scheduled({3 * k: rank for k, rank in enumerate(case.ranks)}),
@@ -190,7 +188,9 @@ def drive(rank: int, world: int, case: Case) -> list[bytes]:
                 if exact:
                     assert float(after.norm()) <= precision * size + 1e-9, (weight, step)
         owed = left
-        bits.append(b"".join(g.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for g in got))
+        bits.append(
+            b"".join(g.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for g in got)
+        )
     state.close()
     return bits
 

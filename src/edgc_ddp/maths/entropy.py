@@ -48,8 +48,8 @@ def strided_sample(grad_MN: Tensor, beta: float, offset: int) -> Tensor:
 
     ``beta`` is read as a fraction ``a/b``: ``a`` neighbours out of every ``b``. A plain stride
     would see the same columns in every row whenever ``b`` divides the row length, so the view walks
-    the matrix in lines one entry shorter than a whole number of rows, and each line starts one column
-    further left: every ``b`` lines see all columns.
+    the matrix in lines one entry shorter than a whole number of rows. Each line then starts one
+    column further left, and every ``b`` lines see all columns.
 
     ``offset`` (any integer >= 0) turns the phase; ``0 .. 2 b - 1`` together see every entry. The
     phase is the sum of the digits of ``offset`` in base ``b``, because a sample taken every tenth

@@ -89,6 +89,8 @@ def reduce_low_rank(
             _product(p_RM, a_MN, share, out=q_RN)
     second = begin_sum(q, lane, wire, channel=steps(wire, lane.world_size), part_is_needed=True)
     handle = yield from second.start()
+    # A column of finite entries may have a norm that is not: this part overflows where P did not.
+    kept = ok & torch.isfinite(largest_sizes(q.flat))
     for group in groups:
         for item, a_MN, p_RM, q_RN in group:
             if observer is not None:
@@ -98,14 +100,15 @@ def reduce_low_rank(
             if settings.error_feedback:
                 # A is not needed any more: its memory will take the average.
                 a_MN.addmm_(p_RM.t(), q_RN, alpha=-lane.world_size)
-                _keep(memory.ensure_residual(item.slot, item.flat.device), item.flat, ok)
+                _keep(memory.ensure_residual(item.slot, item.flat.device), item.flat, kept)
     if settings.error_feedback:
         forget_pending(dense, ok)
 
     yield handle
     second.finish()
     for group in groups:
-        useful_BR1 = (ok & (largest_sizes(group.q_BRN) > 0))[..., None]
+        size_BR = largest_sizes(group.q_BRN)
+        useful_BR1 = (ok & (size_BR > 0) & torch.isfinite(size_BR))[..., None]
         for (item, a_MN, p_RM, q_RN), useful_R1 in zip(group, useful_BR1, strict=True):
             if observer is not None:
                 observer.averaged_factor(item.slot.index, q_RN.t())

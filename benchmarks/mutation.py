@@ -1,0 +1,172 @@
+"""Breaks the engine in plausible ways, one at a time in a copy, and shows that the tests notice.
+
+    python -m benchmarks.mutation [NAME ...]
+
+Prints one line a mutation: caught, or MISSED; exits 1 when one was missed or did not apply.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ENGINE_TESTS = ("test_engine.py", "test_hook.py", "test_reliability_numbers.py")
+SECONDS = 400
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """Replace ``old``, which occurs once in ``file``, and expect one of ``tests`` to fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...] = ENGINE_TESTS
+
+
+LOW_RANK = "reducers/low_rank.py"
+MUTATIONS = (
+    Mutation(
+        "residual is never added",
+        LOW_RANK,
+        "add_residual(item.flat, item.slot.residual)\n            _product",
+        "pass\n            _product",
+    ),
+    Mutation("wrong divisor", LOW_RANK, "share = 1 / lane.world_size", "share = 1.0"),
+    Mutation(
+        "stale basis",
+        LOW_RANK,
+        "item.slot.basis_NR = _next_basis(item.slot.basis_NR, q_RN, useful_R1)",
+        "pass",
+    ),
+    Mutation(
+        "residual against the average",
+        LOW_RANK,
+        "a_MN.addmm_(p_RM.t(), q_RN, alpha=-lane.world_size)",
+        "a_MN.addmm_(p_RM.t(), q_RN, alpha=-1)",
+    ),
+    Mutation("bad steps are remembered", LOW_RANK, "    elif not ok:\n        return\n", ""),
+    Mutation(
+        "overflow in Q is remembered",
+        LOW_RANK,
+        "kept = ok & torch.isfinite(largest_sizes(q.flat))",
+        "kept = ok",
+    ),
+    Mutation(
+        "pending residual is dropped",
+        "reducers/dense.py",
+        "    add_pending(pending, scale=1 / lane.world_size)\n",
+        "",
+    ),
+    Mutation(
+        "pending residual is sent twice",
+        "reducers/dense.py",
+        "            residual.masked_fill_(ok, 0)",
+        "            pass",
+    ),
+    Mutation(
+        "strides are ignored",
+        "memory.py",
+        "    return tuple(shape[axis] for axis in order)",
+        "    return tuple(shape)",
+        ("test_engine.py",),
+    ),
+    Mutation(
+        "collectives in order of completion",
+        "lane.py",
+        "if running.ready and (before is None or before.parts_run > running.parts_run):",
+        "if running.ready:",
+        ("test_hook.py",),
+    ),
+    Mutation(
+        "plans are not compared",
+        "engine.py",
+        "        lane.require_equal(plan.digest(), lambda: _describe(plan))\n",
+        "",
+        ("test_hook.py",),
+    ),
+    Mutation(
+        "the window is lost at a checkpoint",
+        "checkpoint.py",
+        '        engine.observer.load_state_dict(packed["window"])\n',
+        "",
+        ("test_state.py",),
+    ),
+    Mutation(
+        "the residual ignores the loss scale",
+        "engine.py",
+        "            self.memory.rescale(loss_scale / before)",
+        "            pass",
+        ("test_reliability_numbers.py",),
+    ),
+    Mutation(
+        "complex entries are counted once",
+        "registry.py",
+        "parameter.numel() * (2 if parameter.is_complex() else 1)",
+        "parameter.numel()",
+        ("test_reliability_parameters.py",),
+    ),
+)
+
+
+def caught(mutation: Mutation, seconds: float = SECONDS) -> bool:
+    """Whether a test fails on a copy of the package that is broken so."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for part in ("src", "tests"):
+            shutil.copytree(
+                ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+            )
+        file = copy / "src" / "edgc_ddp" / mutation.file
+        text = file.read_text()
+        if text.count(mutation.old) != 1:
+            raise ValueError(
+                f"mutation {mutation.name!r}: its text occurs {text.count(mutation.old)} times in "
+                f"{mutation.file}, expected once: adapt it to the code"
+            )
+        file.write_text(text.replace(mutation.old, mutation.new))
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            *mutation.tests,
+        ]
+        environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
+        try:
+            result = subprocess.run(
+                command, cwd=copy / "tests", env=environment, capture_output=True, timeout=seconds
+            )
+        except subprocess.TimeoutExpired:
+            return True
+        if result.returncode not in (0, 1):
+            raise RuntimeError(result.stdout.decode()[-2000:] + result.stderr.decode()[-2000:])
+        return result.returncode == 1
+
+
+def main(names: list[str]) -> int:
+    missed = 0
+    for mutation in MUTATIONS:
+        if names and mutation.name not in names:
+            continue
+        began = time.monotonic()
+        found = caught(mutation)
+        missed += not found
+        verdict = "caught" if found else "MISSED"
+        print(f"{verdict}  {mutation.name}  ({time.monotonic() - began:.0f} s)", flush=True)
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
