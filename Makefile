@@ -30,6 +30,6 @@ test: lint
 	$(BIN)/python -m pytest -n 2
 
 clean:
-	rm -rf $(VENV) build dist outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist outputs multirun compare .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -rf src/*.egg-info
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

@@ -60,7 +60,8 @@ class EDGCState:
         seed: int = 0,
     ) -> None:
         self.controller: Controller = controller if controller is not None else EntropyController()
-        if not callable(getattr(self.controller, "decide", None)):
+        given = self.controller
+        if isinstance(given, type) or not callable(getattr(given, "decide", None)):
             raise ValueError(
                 f"controller={controller!r}: expected an object with init(layout) and decide(state, "
                 "observation, step), for instance edgc_ddp.controllers.FixedRank(16)"

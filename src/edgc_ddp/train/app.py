@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import uuid
 from typing import Any, NoReturn
 
@@ -22,6 +23,7 @@ from edgc_ddp.train import validate
 from edgc_ddp.train.schema import Config, register
 from edgc_ddp.train.worker import Job, work
 
+_GRACE_SECONDS = 5
 USAGE = 2
 """Exit status for a configuration that cannot work."""
 
@@ -107,7 +109,10 @@ def _one_line(error: BaseException) -> str:
 
 def _refuse(message: str) -> NoReturn:
     if os.environ.get("RANK", "0") == "0":
-        print(f"edgc_ddp.train: {message}", file=sys.stderr)
+        print(f"edgc_ddp.train: {message}", file=sys.stderr, flush=True)
+    else:
+        # torchrun ends all ranks when the first one fails: let rank 0 say why before that.
+        time.sleep(_GRACE_SECONDS)
     raise SystemExit(USAGE)
 
 
