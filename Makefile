@@ -7,7 +7,7 @@ ifndef RUN
 RUN := outputs/$(shell date +%Y-%m-%d/%H-%M-%S)
 endif
 
-.PHONY: train test lint clean
+.PHONY: train test lint faults clean
 .DEFAULT_GOAL := test
 
 # The pins were resolved on Python 3.11 and, with markers, on 3.10. torch comes first and alone, so that nothing else picks its build.
@@ -28,6 +28,10 @@ lint: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest -n 2
+
+# Apart from the rest, since these wait for processes to die and need a quiet machine.
+faults: $(STAMP)
+	$(BIN)/python -m pytest -m faults tests/test_reliability_faults.py
 
 clean:
 	rm -rf $(VENV) build dist outputs multirun compare .pytest_cache .mypy_cache .ruff_cache .hypothesis

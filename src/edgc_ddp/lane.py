@@ -28,6 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_JOIN_SECONDS = 60
+"""Ending a group joins its threads; a busy machine may take its time over that."""
+
 CHANNELS = 2
 """Dependent collectives a bucket needs: factors P and small tensors first, factors Q second."""
 
@@ -246,7 +249,7 @@ class ThreadLane(Lane):
                     dist.destroy_process_group(channel)
             self._events.put(None)
             if threading.current_thread() is not self._thread:
-                self._thread.join(timeout=5)
+                self._thread.join(timeout=_JOIN_SECONDS)
 
     def _serve(self) -> None:
         while (event := self._events.get()) is not None:

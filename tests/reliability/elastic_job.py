@@ -24,10 +24,14 @@ STEPS, EVERY = 60, 5
 
 def main(folder: Path, pause: float) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    # Named by the restart, so that the test never kills a process it has killed.
-    (folder / f"pid-{os.environ['TORCHELASTIC_RESTART_COUNT']}-{rank}").write_text(str(os.getpid()))
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    # torchrun --standalone keeps one store over all attempts, in which Gloo would find the addresses of
+    # processes that are gone: without a prefix restarts fail or hang, hook or no hook (torch 2.13).
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(f"attempt-{attempt}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    # Named by the attempt, so that the test never kills a process it has killed.
+    (folder / f"pid-{attempt}-{rank}").write_text(str(os.getpid()))
     torch.manual_seed(3)
     model = Mlp(width=32, depth=6)
     controller = EntropyController(window=10, warmup=8, r_max=12, r_min=2, warmup_limit=10)
