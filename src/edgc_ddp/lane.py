@@ -31,6 +31,9 @@ from torch import Tensor
 _JOIN_SECONDS = 60
 """Ending a group joins its threads; a busy machine may take its time over that."""
 
+_INTERRUPTED_JOIN_SECONDS = 10
+"""The same with collectives under way, whose other ranks may never come: Gloo cannot abort those."""
+
 CHANNELS = 2
 """Dependent collectives a bucket needs: factors P and small tensors first, factors Q second."""
 
@@ -232,6 +235,7 @@ class ThreadLane(Lane):
         self._thread = threading.Thread(target=self._serve, name="edgc-lane", daemon=True)
         self._thread.start()
         _OPEN.add(self)
+        _THREADS.add(self._thread)
 
     def submit(self, make_task: Callable[[], Task]) -> TensorFuture:
         running = _Running(make_task)
@@ -243,13 +247,16 @@ class ThreadLane(Lane):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            limit = _INTERRUPTED_JOIN_SECONDS if self._running else _JOIN_SECONDS
             for channel in self._channels:
                 # Gone already when the user has destroyed all groups.
                 with contextlib.suppress(ValueError, AssertionError):
                     dist.destroy_process_group(channel)
+                # The last reference waits for what is under way, so it must be the worker's.
+                del channel
             self._events.put(None)
             if threading.current_thread() is not self._thread:
-                self._thread.join(timeout=_JOIN_SECONDS)
+                self._thread.join(timeout=limit)
 
     def _serve(self) -> None:
         while (event := self._events.get()) is not None:
@@ -320,12 +327,16 @@ class ThreadLane(Lane):
 
 
 _OPEN: weakref.WeakSet[ThreadLane] = weakref.WeakSet()
+_THREADS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
     for lane in list(_OPEN):
         lane.close()
+    # A lane whose last reference went on its own worker was closed there, and nobody waited for it.
+    for thread in list(_THREADS):
+        thread.join(timeout=_INTERRUPTED_JOIN_SECONDS)
 
 
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -46,6 +47,8 @@ class Failing(torch.autograd.Function):
 
 def main(way: str, rank: int, world: int, store: str) -> None:
     torch.set_num_threads(1)
+    # A shell lets its background jobs ignore it, and their children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",

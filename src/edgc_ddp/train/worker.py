@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import os
 import shlex
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,14 +47,26 @@ class Job:
 def work(job: Job) -> dict[str, Any] | None:
     """Train as one rank of a started group. Rank 0 returns the run's summary, the others None."""
     with _process_group() as device:
-        folders: list[Any] = [job.folder]
-        dist.broadcast_object_list(folders, src=0)
-        run = _set_up(job, Path(folders[0]), device)
         try:
-            return _train(job, run)
+            return _run(job, device)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
+            raise
         finally:
-            if run.state is not None:
-                run.state.close()
+            # DDP must be gone before the group is. As the group's last owner it would end the group with
+            # Python's lock held, while a thread of Gloo may need that lock to drop a tensor: a deadlock.
+            gc.collect()
+
+
+def _run(job: Job, device: torch.device) -> dict[str, Any] | None:
+    folders: list[Any] = [job.folder]
+    dist.broadcast_object_list(folders, src=0)
+    run = _set_up(job, Path(folders[0]), device)
+    try:
+        return _train(job, run)
+    finally:
+        if run.state is not None:
+            run.state.close()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,56 @@
+"""One rank's life ends in order, whether its training ends well or not."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import hydra
+import pytest
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from torch.nn.parallel import DistributedDataParallel
+
+from edgc_ddp.train import app, worker
+
+SHORT = [
+    *["data=stdlib", "model=tiny", "model.width=32", "model.context=32", "train.batch_size=2"],
+    *["train.steps=2", "train.eval_every=2", "train.eval_windows=2", "nproc=1"],
+]
+
+
+def job(folder: Path) -> worker.Job:
+    with hydra.initialize_config_module("edgc_ddp.conf", version_base="1.3"):
+        composed = hydra.compose("config", SHORT)
+    text = OmegaConf.to_yaml(composed, resolve=True)
+    return worker.Job(app.settings(composed), text, "edgc", str(folder))
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["trained", "failed"])
+def test_ddp_is_gone_before_its_group_is(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in (alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}).items():
+        monkeypatch.setenv(name, value)
+    alive = []
+    destroy = dist.destroy_process_group
+
+    def watched(group: dist.ProcessGroup | None = None) -> None:
+        if group is None:
+            alive.extend(o for o in gc.get_objects() if type(o) is DistributedDataParallel)
+        destroy(group)
+
+    def failing(*arguments: object) -> float:
+        raise ArithmeticError("in the middle of a run")
+
+    monkeypatch.setattr(worker.dist, "destroy_process_group", watched)
+    if fails:
+        monkeypatch.setattr(worker, "train", failing)
+        with pytest.raises(ArithmeticError, match="in the middle"):
+            worker.work(job(tmp_path))
+    else:
+        summary = worker.work(job(tmp_path))
+        assert summary is not None and summary["steps"] == 2
+    assert not dist.is_initialized()
+    assert alive == []
