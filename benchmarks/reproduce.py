@@ -12,7 +12,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.figures import entropy_series, error_rank, sampling_cost, window_size
+from benchmarks.figures import (
+    entropy_series,
+    error_rank,
+    figure6,
+    sampling_cost,
+    stage_ranks,
+    window_size,
+)
 from benchmarks.figures.gradients import Run, series
 from benchmarks.record import RESULTS, commit, folder_for, machine
 
@@ -35,6 +42,7 @@ PIECES = {
         _CAPTION.format("Entropy changes during iteration"),
         entropy_series.over_iterations,
     ),
+    "figure6": Piece(figure6.TITLE, figure6.PAPER, figure6.make, reads_gradients=False),
     "figure7": Piece(error_rank.TITLE, error_rank.PAPER, error_rank.make),
     "figure9": Piece(
         "Figure 9: entropy under beta",
@@ -47,6 +55,12 @@ PIECES = {
         _CAPTION.format("Relative change rate of entropy under different iteration sampling rates")
         + " The paper takes alpha = .1.",
         entropy_series.under_alpha,
+    ),
+    "figure12": Piece(
+        "Figure 12: stages with common, aligned and selective ranks",
+        stage_ranks.PAPER,
+        stage_ranks.make,
+        reads_gradients=False,
     ),
     "table4": Piece(
         sampling_cost.TITLE, sampling_cost.PAPER, sampling_cost.make, reads_gradients=False

@@ -8,6 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from edgc_ddp.maths.comm_time import fit_rank_time
+
+_TOLERANCE = 0.02
+"""How much longer a window may take than dense before it counts: medians of windows vary by about that."""
+
 
 def next_trial(last: int, largest: int) -> int:
     """The next rank to time: 2, 4, 8, ... and finally ``largest``; 0 when there is none.
@@ -27,6 +32,15 @@ def is_slower(seconds: float, dense_seconds: float) -> bool:
     (True, False, True)
     """
     return not (math.isfinite(seconds) and seconds <= dense_seconds)
+
+
+def is_clearly_slower(seconds: float, dense_seconds: float) -> bool:
+    """Whether a window took longer than dense by more than such times vary; False when unmeasured.
+
+    >>> [is_clearly_slower(seconds, 0.1) for seconds in (0.101, 0.103, math.nan)]
+    [False, True, False]
+    """
+    return seconds > dense_seconds * (1 + _TOLERANCE)
 
 
 def break_even(trials: Sequence[tuple[int, float]], dense_seconds: float) -> float:
@@ -57,13 +71,29 @@ def break_even(trials: Sequence[tuple[int, float]], dense_seconds: float) -> flo
 def measured_r_max(trials: Sequence[tuple[int, float]], dense_seconds: float) -> int:
     """``4 floor(T^-1(T0) / 4)`` (method section 3); 0 when compression does not pay.
 
+    ``T`` is the communication-time model fitted to the trials with a time
+    (:func:`edgc_ddp.maths.comm_time.fit_rank_time`), so one odd trial does not decide alone. It is
+    trusted between the last rank that paid and the first that did not, never beyond the trials.
+
     >>> measured_r_max([(16, 0.7417), (32, 1.4833), (64, 3.0167)], dense_seconds=3.0417)
     64
     >>> measured_r_max([(2, 1.0), (4, 2.0), (8, 6.0)], dense_seconds=5.5)
     4
     """
-    # The slack undoes rounding in the interpolation: 19.9999999 is 20, not 16.
-    return 4 * math.floor((break_even(trials, dense_seconds) + 1e-6) / 4)
+    paid, slower = 0, math.inf
+    for rank, seconds in trials:
+        if is_slower(seconds, dense_seconds):
+            slower = rank
+            break
+        paid = rank
+    if paid == 0:
+        return 0
+    measured = [(rank, seconds) for rank, seconds in trials if math.isfinite(seconds)]
+    # An unmeasured trial tells nothing of the ranks below it either.
+    highest = paid if len(measured) < len(trials) or slower == math.inf else slower - 1
+    asked = min(highest, max(paid, fit_rank_time(measured).rank_at(dense_seconds)))
+    # The slack undoes rounding in the fit: 19.9999999 is 20, not 16.
+    return 4 * math.floor((asked + 1e-6) / 4)
 
 
 def default_r_min(r_max: int) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from edgc_ddp.controllers.bounds import (
     default_r_min,
     error_at,
+    is_clearly_slower,
     is_slower,
     measured_r_max,
     next_trial,
@@ -27,6 +28,7 @@ from edgc_ddp.controllers.options import (
 )
 from edgc_ddp.controllers.windows import Rules, finite, new_group, next_group
 from edgc_ddp.decisions import Layout, MatrixSpec, Observation, Plan, State
+from edgc_ddp.maths.comm_time import fit_rank_time
 from edgc_ddp.maths.entropy import ESTIMATORS
 
 _LARGEST_PROBE = 128
@@ -47,7 +49,9 @@ class EntropyController:
       the first gradient measured.
     - ``r_max``, ``r_min``: bounds of the rank. ``r_max`` None = the rank at which averaging takes
       as long as dense, timed for ``calibration_steps`` iterations each at rank 2, 4, 8, ... after
-      the warm-up; where nothing pays, phase "dense" for ever. ``r_min`` None = r_max // 4.
+      the warm-up; where nothing pays, phase "dense" for ever. ``r_min`` None = r_max // 4. A later
+      window that took longer than dense has dense timed once more: if dense still is the faster,
+      ``r_max`` is lowered to where it would pay, or the phase becomes "dense".
     - ``alpha``, ``beta``, ``estimator``: share of iterations and of entries sampled, and how
       (:class:`~edgc_ddp.decisions.Sampling`); every window has at least one sampled iteration.
     - ``policy``: "edgc" (the paper: keep the error) or "edgc_code" (the authors' code: follow the
@@ -129,9 +133,11 @@ class EntropyController:
             return self._warm_up(state, seen, step)
         if phase == "calibration":
             return self._calibrate(state, seen, step)
+        if phase == "recheck":
+            return self._after_recheck(state, seen, step)
         return self._next_window(state, seen, step)
 
-    # The four phases. Each returns the new memory and the plan; none changes its arguments.
+    # The phases. Each returns the new memory and the plan; none changes its arguments.
 
     def _warm_up(self, state: State, seen: Observation, step: int) -> tuple[State, Plan]:
         begin = step if state["begin"] is None else state["begin"]
@@ -179,8 +185,9 @@ class EntropyController:
         if following and not is_slower(seen.span_seconds, dense_seconds):
             return self._trial({**state, "trials": trials}, following, step)
         r_max = measured_r_max([(tried, seconds) for tried, seconds in trials], dense_seconds)
-        # A nan would make the memory unequal to its own copy, and the trials have done their work.
-        state = {**state, "trials": []}
+        # A nan would make the memory unequal to its own copy.
+        timed = [[tried, seconds] for tried, seconds in trials if math.isfinite(seconds)]
+        state = {**state, "trials": timed}
         if r_max < 4:
             return self._dense(
                 state,
@@ -201,6 +208,8 @@ class EntropyController:
         return self._window_plan(state, step, f"{told}: start at rank {state['r_max']}")
 
     def _next_window(self, state: State, seen: Observation, step: int) -> tuple[State, Plan]:
+        if state["trials"] and is_clearly_slower(seen.span_seconds, median(state["spans"])):
+            return self._recheck({**state, "slow": seen.span_seconds}, step)
         rules = Rules(self.policy, self.reference, self.step_limit, self.exponent)
         moves = [
             next_group(group, matrices, seen.entropy, state["r_min"], state["r_max"], rules)
@@ -219,6 +228,40 @@ class EntropyController:
                 f"({kept} without a finite entropy kept)"
             )
         return self._window_plan({**state, "groups": [group for group, _ in moves]}, step, reason)
+
+    def _recheck(self, state: State, step: int) -> tuple[State, Plan]:
+        """Time dense now: the machine may have become slower for both."""
+        return {**state, "phase": "recheck"}, Plan.uniform(
+            unpack(state["matrices"]),
+            0,
+            "calibration",
+            until=step + self.calibration_steps,
+            reason=f"the last window took {_milliseconds(state['slow'])}, dense took "
+            f"{_milliseconds(median(state['spans']))}: timing dense again",
+        )
+
+    def _after_recheck(self, state: State, seen: Observation, step: int) -> tuple[State, Plan]:
+        if seen.steps == 0:
+            return self._recheck(state, step)
+        slow, dense_seconds = state["slow"], seen.span_seconds
+        told = f"dense takes {_milliseconds(dense_seconds)} by now, the last window took "
+        told += _milliseconds(slow)
+        state = {**state, "phase": "compress"}
+        if not math.isfinite(dense_seconds):
+            return self._window_plan(state, step, f"{told}: ranks kept")
+        state["spans"] = [dense_seconds]
+        if not is_clearly_slower(slow, dense_seconds):
+            return self._window_plan(state, step, f"{told}: ranks kept")
+        # The model keeps its form, and moves to go through what the window showed.
+        rank = fmean(group["rank"] for group in state["groups"])
+        trials = [(tried, seconds) for tried, seconds in state["trials"]]
+        factor = slow / fit_rank_time(trials).seconds(rank)
+        trials = [(tried, seconds * factor) for tried, seconds in trials]
+        r_max = measured_r_max(trials, dense_seconds)
+        if r_max < 4:
+            return self._dense(state, f"{told}: compression does not pay on this link")
+        state = self._bounded({**state, "trials": [list(trial) for trial in trials]}, r_max)
+        return self._start_windows(state, step, f"{told}: breaks even at rank {r_max} by now")
 
     # Plans.
 

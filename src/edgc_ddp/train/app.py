@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import time
-import uuid
 from typing import Any, NoReturn
 
 import hydra
@@ -15,11 +14,9 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from edgc_ddp.train import validate
+from edgc_ddp.train.launch import launch
 from edgc_ddp.train.schema import Config, register
 from edgc_ddp.train.worker import Job, work
 
@@ -77,26 +74,7 @@ def settings(composed: DictConfig) -> Config:
 
 def _launch(job: Job) -> Any:
     """Start ``nproc`` ranks on this machine; returns rank 0's summary."""
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=job.config.nproc,
-        run_id=str(uuid.uuid4()),
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
-        local_addr="127.0.0.1",
-    )
-    try:
-        return elastic_launch(launch, work)(job)[0]
-    except ChildFailedError as error:
-        print(f"edgc_ddp.train: a rank failed\n{error}", file=sys.stderr)
-        raise SystemExit(1) from None
-    except SignalException as error:
-        # Ctrl-C or a scheduler's SIGTERM, already passed on to all ranks: nothing to explain.
-        raise SystemExit(128 + error.sigval) from None
+    return launch(work, job, job.config.nproc, "edgc_ddp.train")
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,0 +1,55 @@
+"""The advice as an experiment that ``python -m edgc_ddp.train`` accepts."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from edgc_ddp.controllers.bounds import default_r_min
+from edgc_ddp.doctor.advise import Advice
+from edgc_ddp.doctor.facts import Facts
+
+NAME = "doctor"
+
+
+def write(folder: Path, facts: Facts, advice: Advice) -> Path:
+    """Write ``<folder>/experiment/doctor.yaml``; returns its path."""
+    path = folder / "experiment" / f"{NAME}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text(facts, advice))
+    return path
+
+
+def command(folder: Path) -> str:
+    """What trains with it."""
+    return f"python -m edgc_ddp.train --config-dir {shlex.quote(str(folder))} +experiment={NAME}"
+
+
+def text(facts: Facts, advice: Advice) -> str:
+    """The YAML: the advised setting, and model and batch where train has them."""
+    setting = advice.setting
+    defaults: list[Any] = [{"override /controller": "dense" if setting is None else "edgc"}]
+    body: dict[str, Any] = {"nproc": facts.world_size}
+    if facts.named:
+        defaults.append({"override /model": facts.model})
+        body["train"] = {"batch_size": facts.batch}
+    if setting is None:
+        body["hook"] = {"register": False}
+    else:
+        body["hook"] = {"register": True, "wire_dtype": setting.wire}
+        body["train"] = {**body.get("train", {}), "bucket_cap_mb": setting.cap_mb}
+        body["entropy"] = {"r_max": setting.rank, "r_min": default_r_min(setting.rank)}
+    head = [
+        "# @package _global_",
+        f"# Written by python -m edgc_ddp.doctor for {facts.model} on {facts.world_size} ranks "
+        f"({facts.device}):",
+        f"# {advice.reason}.",
+    ]
+    return (
+        "\n".join(head)
+        + "\n"
+        + OmegaConf.to_yaml(OmegaConf.create({"defaults": [*defaults, "_self_"], **body}))
+    )
