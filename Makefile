@@ -7,7 +7,7 @@ ifndef RUN
 RUN := outputs/$(shell date +%Y-%m-%d/%H-%M-%S)
 endif
 
-.PHONY: train test lint faults clean
+.PHONY: train test lint faults soak clean
 .DEFAULT_GOAL := test
 
 # The pins were resolved on Python 3.11 and, with markers, on 3.10. torch comes first and alone, so that nothing else picks its build.
@@ -32,6 +32,12 @@ test: lint
 # Apart from the rest, since these wait for processes to die and need a quiet machine.
 faults: $(STAMP)
 	$(BIN)/python -m pytest -m faults tests/test_reliability_faults.py
+
+# Minutes: random models, one long run with faults injected, very long skewed data, many ranks on few cores.
+soak: $(STAMP)
+	$(BIN)/python -m benchmarks.soak --examples 40 --steps 10000
+	$(BIN)/python tests/reliability/skewed.py --steps 100000
+	$(BIN)/python tests/reliability/crowd.py --world 8 --steps 60
 
 clean:
 	rm -rf $(VENV) build dist outputs multirun compare .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -68,9 +68,16 @@ MUTATIONS = (
     ),
     Mutation(
         "pending residual is sent twice",
-        "reducers/dense.py",
-        "            residual.masked_fill_(ok, 0)",
-        "            pass",
+        "memory.py",
+        "        slot.residual.masked_fill_(sent, 0)\n        self._sent.append((slot, sent))",
+        "        pass",
+    ),
+    Mutation(
+        "what nobody will see is sent",
+        LOW_RANK,
+        "used_F = flags_F > 0",
+        "used_F = flags_F > -1",
+        ("test_reliability_unused.py",),
     ),
     Mutation(
         "strides are ignored",

@@ -121,6 +121,45 @@ def test_a_resumed_run_ends_bit_for_bit_where_an_unbroken_one_does(
         assert status.value.code == 2 and named in said and said.count("\n") == 1, said
 
 
+def test_auto_resume_starts_goes_on_and_tells_the_end_again(tmp_path: Path) -> None:
+    options = ["nproc=1", "train.checkpoint_every=5", "train.resume=auto", "hydra.run.dir=run"]
+    first = summary_of(launch(PYTHON, tmp_path, *SHORT, *options))
+    run = tmp_path / "run"
+    assert [row["step"] for row in rows_of(run, "step")] == list(range(12))
+    assert json.loads((run / "environment.json").read_text())["resumed_from"] is None
+    again = summary_of(launch(PYTHON, tmp_path, *SHORT, *options))
+    assert [row["step"] for row in rows_of(run, "step")] == list(range(12))
+    for key in ("val_loss", "final_plan_digest", "wire_bytes"):
+        assert again[key] == first[key], key
+    longer = summary_of(launch(PYTHON, tmp_path, *SHORT, *options, "train.steps=14"))
+    assert [row["step"] for row in rows_of(run, "step")] == list(range(14))
+    assert longer["wire_bytes"] == first["wire_bytes"] == 0  # one process sends nothing
+    shorter = launch(PYTHON, tmp_path, *SHORT, *options, "train.steps=11")
+    assert shorter.returncode == 1 and "step 14 of train.steps=11; raise" in shorter.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["train.checkpoint_every=5"], "hydra.run.dir=outputs/mine"),
+        (["hydra.run.dir=run"], "train.checkpoint_every=0"),
+    ],
+)
+def test_auto_resume_that_could_never_resume_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    options: list[str],
+    named: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["edgc_ddp.train", *SHORT, "train.resume=auto", *options])
+    with pytest.raises(SystemExit) as status:
+        app.main()
+    said = capfd.readouterr().err
+    assert status.value.code == 2 and named in said and said.count("\n") == 1, said
+
+
 def test_a_sweep_runs_each_controller_in_its_own_folder(tmp_path: Path) -> None:
     common = [option for option in SHORT if not option.startswith("controller.")]
     done = launch(PYTHON, tmp_path, "-m", "nproc=1", "controller=fixed,dense", *common)
@@ -150,8 +189,8 @@ def test_a_failing_rank_ends_the_run_and_its_reason_is_shown(tmp_path: Path) -> 
         "    def decide(self, state, observation, step): raise ValueError('no idea')\n"
     )
     common = [option for option in SHORT if not option.startswith("controller.")]
-    arguments = ["--config-dir", str(tmp_path), "controller=broken", "nproc=2", *common]
-    done = launch(PYTHON, tmp_path, *arguments)
+    arguments = ["--config-dir", str(tmp_path), "controller=broken", "trust=[broken]", "nproc=2"]
+    done = launch(PYTHON, tmp_path, *arguments, *common)
     assert done.returncode == 1
     assert "no idea" in done.stderr
     assert not any(line.startswith("{") for line in done.stdout.splitlines())

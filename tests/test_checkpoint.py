@@ -137,7 +137,9 @@ class Payload:
         return (print, ("code from a checkpoint ran",))
 
 
-def test_code_in_a_checkpoint_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_in_a_checkpoint_is_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.save({"model": Payload()}, tmp_path / "evil.pt")
     with pytest.raises(ValueError, match="damaged"):
         checkpoint.read(tmp_path / "evil.pt")

@@ -87,11 +87,25 @@ def test_a_foreign_controller_comes_from_a_users_own_folder(
     started: list[app.Job] = []
     monkeypatch.setattr(app, "_launch", started.append)
     monkeypatch.chdir(tmp_path)
-    arguments = ["--config-dir", str(tmp_path), "controller=mine", "seed=3"]
+    arguments = ["--config-dir", str(tmp_path), "controller=mine", "trust=[mine]", "seed=3"]
     monkeypatch.setattr(sys, "argv", ["edgc_ddp.train", *arguments])
     app.main()
     assert started[0].config.controller == {"_target_": "mine.Mine", "colour": 3}
     assert started[0].controller_name == "mine"
+
+
+def test_a_file_cannot_say_whom_to_trust(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "sly.yaml").write_text(
+        "# @package _global_\ntrust: [os]\ncontroller: {_target_: os.getcwd}\n"
+    )
+    arguments = ["--config-dir", str(tmp_path), "controller=dense", "+experiment=sly"]
+    assert run_main(monkeypatch, tmp_path, *arguments) == 2
+    assert "trust=['os']: comes from a file" in capfd.readouterr().err
+    assert run_main(monkeypatch, tmp_path, *arguments, "trust=[]") == 2
+    assert "os.getcwd is no class of edgc_ddp" in capfd.readouterr().err
 
 
 BAD = [
@@ -102,8 +116,26 @@ BAD = [
     (["controller.alpha=1.5"], "alpha=1.5"),
     (["controller.estimator=entropic"], "estimator='entropic'"),
     (["controller.policy=guess"], "policy='guess'"),
-    (["controller._target_=no.such.Thing"], "no.such.Thing"),
-    (["controller._target_=builtins.dict"], "builtins.dict"),
+    (["controller._target_=no.such.Thing"], "no.such.Thing is no class of edgc_ddp"),
+    (
+        ["controller._target_=no.such.Thing", "trust=[no.such]"],
+        "Error loading 'no.such.Thing'",
+    ),
+    (["controller._target_=edgc_ddp.controllers.Nothing"], "edgc_ddp.controllers.Nothing"),
+    (["controller._target_=builtins.dict"], "'trust=[builtins]'"),
+    (["controller._target_=builtins.dict", "trust=[builtins]"], "gives dict, which has no init"),
+    (["controller._target_=edgc_ddp.train.app.os.getcwd"], "os.getcwd is no class of edgc_ddp"),
+    (["controller._target_=edgc_ddp.train.app.main"], "app.main is no class of edgc_ddp"),
+    (["controller._target_=edgc_ddpx.Mine"], "'trust=[edgc_ddpx]'"),
+    (["controller.estimator={_target_:os.getcwd}"], "os.getcwd is no class"),
+    (
+        ["controller.estimator={_target_:hydra.utils.get_method,path:os.getcwd}"],
+        "os.getcwd is no class",
+    ),
+    (
+        ["controller.estimator={_target_:hydra.utils.get_method,path:mine.f}", "trust=[yours]"],
+        "[mine]",
+    ),
     (["controller=nonsense"], "controller/nonsense"),
     (["hook.wire_dtype=fp7"], "hook.wire_dtype='fp7'"),
     (["hook.start_iter=1"], "hook.start_iter=1"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,10 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "halving"
 
 @pytest.mark.timeout(200)
 def test_the_readme_command_trains_with_the_strangers_controller(tmp_path: Path) -> None:
-    (line,) = re.findall(r"^PYTHONPATH=\. python -m (.*)$", (EXAMPLE / "README.md").read_text(), re.M)
-    command = [sys.executable, "-m", *line.split(), "train.steps=60", "data=stdlib"]
+    (line,) = re.findall(
+        r"^PYTHONPATH=\. python -m (.*)$", (EXAMPLE / "README.md").read_text(), re.M
+    )
+    command = [sys.executable, "-m", *shlex.split(line), "train.steps=60", "data=stdlib"]
     command += ["train.eval_windows=4", f"hydra.run.dir={tmp_path}/run"]
     environment = {**os.environ, "PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

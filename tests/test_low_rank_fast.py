@@ -10,7 +10,9 @@ import torch
 from powersgd_reference import Reference
 from torch import Tensor
 
+from edgc_ddp.decisions import Layout, MatrixSpec, Plan
 from edgc_ddp.memory import ParameterMemory, Slot
+from edgc_ddp.observer import Observer
 from edgc_ddp.reducers.bucket import Bucket, Settings, add_residual
 from edgc_ddp.reducers.low_rank import reduce_low_rank
 from edgc_ddp.reducers.wire import largest_sizes
@@ -47,9 +49,14 @@ def memory_at(rank: int, residual_dtype: torch.dtype = torch.float32) -> Paramet
     return memory
 
 
-def average(memory: ParameterMemory, gradient: Tensor, wire: torch.dtype = torch.float32) -> Tensor:
+def average(
+    memory: ParameterMemory,
+    gradient: Tensor,
+    wire: torch.dtype = torch.float32,
+    observer: Observer | None = None,
+) -> Tensor:
     bucket = Bucket(gradient.clone(), tuple(memory.slots.values()))
-    task = reduce_low_rank(bucket, Alone(), Settings(wire, True, 0.0), memory, None)  # type: ignore
+    task = reduce_low_rank(bucket, Alone(), Settings(wire, True, 0.0), memory, observer)  # type: ignore
     try:
         while True:
             next(task).wait()
@@ -132,6 +139,27 @@ def test_a_bad_step_leaves_no_trace(
     spoilt[7] = bad
     assert not torch.isfinite(average(memory, spoilt, wire)[:100]).all()
     assert torch.equal(average(memory, drawn(2), wire), average(clean, drawn(2), wire))
+
+
+def test_a_matrix_without_a_gradient_is_left_out_of_a_windows_means() -> None:
+    """Its residual would count as what compression leaves, though nothing was to be sent."""
+    layout = Layout(tuple(MatrixSpec(f"w{k}", min(s), max(s)) for k, s in enumerate(SIDES)))
+    told = []
+    for unused in (False, True):
+        memory, observer = memory_at(3), Observer(layout, CPU)
+        observer.reset(Plan({matrix.name: 3 for matrix in layout.matrices}, phase="test"))
+        average(memory, drawn(0), observer=observer)
+        if unused:
+            without = drawn(1)
+            without[: math.prod(SIDES[0])] = 0
+            got = average(memory, without, observer=observer)
+            assert not got[: math.prod(SIDES[0])].any()
+        told.append(observer.observation(observer.vector([]), 1))
+    once, twice = told
+    for name in ("residual_share", "energy", "captured", "left"):
+        before, after = getattr(once, name), getattr(twice, name)
+        assert after["w0"] == before["w0"] and after["w1"] != before["w1"], name
+    assert once.energy["w0"] > 0 and once.left["w0"] > 0
 
 
 def test_narrow_residuals_are_added_block_by_block() -> None:

@@ -298,6 +298,27 @@ def test_the_python_reducer_form_is_a_clear_error() -> None:
         edgc_hook(exact_state(), (torch.zeros(3), nn.Parameter(torch.zeros(3))))  # type: ignore[arg-type]
 
 
+class BucketOn:
+    """As much of DDP's bucket as is read before the device is looked at."""
+
+    def __init__(self, device: str) -> None:
+        self._buffer = torch.empty(3, device=device)
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+
+def two_devices(rank: int, world: int) -> None:
+    state = exact_state()
+    plainly(wrap(mlp(), state), rank, 3)
+    with pytest.raises(RuntimeError, match="gradients on meta after gradients on cpu.*several dev"):
+        state.engine.submit(BucketOn("meta"))  # type: ignore[arg-type]
+
+
+def test_several_devices_in_one_model_are_a_clear_error(ranks: Pools) -> None:
+    ranks(2)(two_devices)
+
+
 # -- copies ------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,8 @@ Each case runs real processes, since what matters is their exit code and what th
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -155,3 +158,79 @@ def test_killed_workers_end_bit_for_bit_where_an_undisturbed_run_does(tmp_path: 
     whole = elastic(tmp_path / "whole", [])
     killed = elastic(tmp_path / "killed", [(1, 3), (0, 24), (1, 47)])
     assert killed == whole and whole[0] == whole[1] != ""
+
+
+APP = [
+    *["-m", "edgc_ddp.train", "data=stdlib", "model=tiny", "model.width=32", "model.context=32"],
+    *["train.batch_size=2", "train.steps=120", "train.eval_every=0", "train.eval_windows=4"],
+    *["controller.window=10", "controller.warmup=8", "controller.warmup_limit=10"],
+    *["controller.r_max=8", "controller.r_min=2"],
+    *["train.checkpoint_every=10", "train.resume=auto", "hydra.run.dir=run"],
+]
+"""The folder has a name, so every attempt finds the checkpoints of those before."""
+
+
+def application(folder: Path, kills: list[tuple[int, int]]) -> dict[str, Any]:
+    """The summary of ``edgc_ddp.train`` under torchrun; ``kills`` are (which worker, step)."""
+    folder.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "--max-restarts", "3", "--monitor-interval", "0.1"]
+    job = subprocess.Popen(
+        [*command, *APP],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        for which, step in kills:
+            until(lambda step=step: last_step(folder) >= step)
+            os.kill(workers_of(job.pid)[which], signal.SIGKILL)
+        out, err = job.communicate(timeout=2 * SECONDS)
+        assert job.returncode == 0, err
+    finally:
+        job.terminate()
+        job.wait()
+    summary: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return summary
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps on record in their order; those of a later attempt follow those of an earlier one."""
+    # The last line may be half written.
+    lines = read(folder / "run" / "metrics.jsonl").split("\n")[:-1]
+    return [row["step"] for row in map(json.loads, lines) if row["kind"] == "step"]
+
+
+def last_step(folder: Path) -> int:
+    return (steps(folder) or [-1])[-1]
+
+
+def workers_of(launcher: int) -> list[int]:
+    """Processes that this torchrun has started and that are alive, in the order of their numbers."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = status.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == launcher and state != "Z":
+                found.append(int(status.parent.name))
+    return sorted(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_the_application_goes_on_after_each_kill_under_torchrun(tmp_path: Path) -> None:
+    kills = [(1, 14), (0, 55), (1, 93)]
+    whole, killed = application(tmp_path / "whole", []), application(tmp_path / "killed", kills)
+    for key in ("val_loss", "final_plan_digest", "wire_bytes", "dense_bytes", "mean_rank"):
+        assert killed[key] == whole[key], key
+    assert steps(tmp_path / "whole") == list(range(120))
+    told = steps(tmp_path / "killed")
+    begins = [now for before, now in zip(told, told[1:], strict=False) if now != before + 1]
+    # Each attempt went on from a checkpoint, and lost no more than the steps since then.
+    assert len(begins) == 3 and all(begin % 10 == 0 and begin > 0 for begin in begins), begins
+    ends = [before for before, now in zip(told, told[1:], strict=False) if now != before + 1]
+    assert all(end - begin < 10 for begin, end in zip(begins, ends, strict=True)), told
+    facts = json.loads(read(tmp_path / "killed" / "run" / "environment.json"))
+    assert Path(facts["resumed_from"]).name == f"step-{begins[-1]:08d}"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from ranks import Ranks
+from reliability import skewed as skewed_for_long
 from scenes import (
     SMALL_BUCKETS_MB,
     Given,
@@ -198,6 +199,14 @@ def skewed(rank: int, world: int, steps: int, dtype: torch.dtype) -> list[float]
 def test_skewed_data_leave_the_residual_bounded(ranks: Pools, dtype: torch.dtype) -> None:
     for early, late in ranks(2)(skewed, 600, dtype):
         assert late < 20 and late < 1.5 * early
+
+
+def test_skewed_data_for_longer_without_processes() -> None:
+    """`make soak` runs 100 000 steps of this."""
+    figures = skewed_for_long.run(1500)
+    assert skewed_for_long.holds(figures), figures
+    # Not because there is nothing: one direction in eight is sent.
+    assert figures["largest"][1] > 2
 
 
 def fp16_underflow(rank: int, world: int) -> None:

@@ -26,6 +26,7 @@ _KEYS = {"version", "controller", "world_size", "layout", "progress", "slots", "
 def pack(engine: Engine) -> dict[str, Any]:
     """This rank's state. Tensors are copies, so training may go on."""
     observer, layout = engine.observer, engine.layout
+    engine.memory.free_sent()
     return {
         "version": VERSION,
         "controller": type(engine.controller).__name__,
@@ -33,7 +34,7 @@ def pack(engine: Engine) -> dict[str, Any]:
         "layout": [[m.name, m.rows, m.cols] for m in layout.matrices] if layout else [],
         "progress": _pack_progress(engine.progress),
         "slots": {slot.name: _pack_slot(slot) for slot in engine.memory.slots.values()},
-        "buckets": list(engine.registry.first_buckets),
+        "buckets": engine.registry.buckets(),
         "window": None if observer is None else observer.state_dict(engine.spans()),
     }
 
@@ -109,8 +110,12 @@ def _check_slots(engine: Engine, slots: Mapping[str, Any]) -> None:
 
 def unpack(engine: Engine, packed: Mapping[str, Any]) -> None:
     """Put a checked state in force. Tensors go to the device when their gradient arrives."""
+    # What is known of the residuals at hand says nothing of those to come.
+    engine.memory.free_sent()
     progress = dict(packed["progress"])
-    plan = dict(progress.pop("plan"))
+    # Before the first decision the plan names no matrix, and torch's distributed checkpoints keep no
+    # empty dictionary.
+    plan = {"ranks": {}, **progress.pop("plan")}
     if (sampling := plan.pop("sampling")) is not None:
         sampling = dict(sampling)
         if sampling["estimator"] is None:

@@ -22,6 +22,7 @@ from edgc_ddp.memory import ParameterMemory
 from edgc_ddp.observer import Observer
 from edgc_ddp.progress import Progress
 from edgc_ddp.reducers.bucket import Bucket, Settings
+from edgc_ddp.reducers.coded import codes, reduce_coded
 from edgc_ddp.reducers.dense import reduce_dense
 from edgc_ddp.reducers.low_rank import reduce_low_rank
 from edgc_ddp.reducers.sparse import reduce_sparse
@@ -144,7 +145,11 @@ class Engine:
         elif any(self.settings.compresses(slot) for slot in bucket.slots):
             average = yield from reduce_low_rank(bucket, lane, self.settings, self.memory, observer)
         else:
-            average = yield from reduce_dense(bucket, lane)
+            wire = self.settings.dense_wire
+            if wire is not None and codes(bucket, wire):
+                average = yield from reduce_coded(bucket, lane, self.memory, wire)
+            else:
+                average = yield from reduce_dense(bucket, lane, self.memory)
             self._probe(bucket)
         self._finished += 1
         # Buckets may finish out of order, but they start in order: after the last one's start, the
@@ -157,6 +162,7 @@ class Engine:
         self._began = began
         self._started = self._finished = 0
         self._last_started = False
+        self.memory.free_sent()
         if self.progress.step >= self.progress.plan.until:
             self._decide(lane)
 

@@ -24,7 +24,7 @@ _GRADIENT, _GRADIENTS, _WHOLE, _WHOLES, _FACTORS = range(5)
 
 class FactorSums:
     """Accumulators of one window. Sums that are not finite are left out, on every rank alike where
-    the averaged factors are not finite.
+    the averaged factors are not finite; those of a matrix that no rank has a gradient of come as nan.
 
     What the factors leave is estimated without a pass over it: with random signs w,
     ``||(A - P Q^T) w||^2`` has the mean ``||A - P Q^T||^2``. Ranks draw equal signs, so their M-vectors

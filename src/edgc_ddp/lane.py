@@ -259,6 +259,9 @@ class ThreadLane(Lane):
                 self._thread.join(timeout=limit)
 
     def _serve(self) -> None:
+        # Asked for, since a new thread heeds torch.set_num_threads only from then on: until then its
+        # products may be rounded otherwise, and a resumed run would not be bit-equal.
+        torch.get_num_threads()
         while (event := self._events.get()) is not None:
             if isinstance(event, tuple):
                 self._note_completed(*event)

@@ -95,6 +95,8 @@ class ParameterMemory:
     seed: int
     residual_dtype: torch.dtype
     slots: dict[str, Slot] = field(default_factory=dict)
+    _sent: list[tuple[Slot, Tensor]] = field(default_factory=list)
+    """Residuals that were added to a dense average, and whether this has settled them."""
 
     def set_rank(self, slot: Slot, rank: int, device: torch.device) -> None:
         """Move one parameter to another rank, keeping its residual and what its basis has learnt.
@@ -111,10 +113,11 @@ class ParameterMemory:
             fresh = random_basis(slot.spec.cols, rank, generator)
             slot.basis_NR = fresh.to(device)
         elif slot.basis_NR.shape[1] > rank:
-            slot.basis_NR = shrink_basis(slot.basis_NR, rank)
+            # In one order of memory, or a checkpoint that keeps another would change the last bits.
+            slot.basis_NR = shrink_basis(slot.basis_NR.contiguous(), rank)
         elif slot.basis_NR.shape[1] < rank:
             # Grown on the host, so that every device type draws the same columns.
-            grown = extend_basis(slot.basis_NR.cpu(), rank, generator)
+            grown = extend_basis(slot.basis_NR.cpu().contiguous(), rank, generator)
             slot.basis_NR = grown.to(device)
 
     def _seed_of(self, slot: Slot, rank: int) -> int:
@@ -132,3 +135,16 @@ class ParameterMemory:
         if slot.residual is None:
             slot.residual = torch.zeros(slot.numel, dtype=self.residual_dtype, device=device)
         return slot.residual
+
+    def note_sent(self, slot: Slot, sent: Tensor) -> None:
+        """The slot's residual was sent whole, if ``sent``, a bool equal on all ranks, is true."""
+        assert slot.residual is not None
+        slot.residual.masked_fill_(sent, 0)
+        self._sent.append((slot, sent))
+
+    def free_sent(self) -> None:
+        """Give back the memory of residuals that were sent whole. Waits for the device if there are."""
+        for slot, sent in self._sent:
+            if sent:
+                slot.residual = None
+        self._sent.clear()

@@ -24,6 +24,7 @@ class Options:
 
     start_iter: int = 2
     wire_dtype: str = "fp32"
+    dense_dtype: str = "fp32"
     residual_dtype: str = "fp32"
     error_feedback: bool = True
     min_compression_rate: float = 1.0
@@ -35,12 +36,21 @@ class Options:
                 f"start_iter={self.start_iter!r}: expected an integer >= 2, since DDP rebuilds its "
                 "buckets after the first iteration"
             )
-        for name, types in (("wire_dtype", DTYPES), ("residual_dtype", RESIDUAL_DTYPES)):
+        for name, types in (
+            ("wire_dtype", DTYPES),
+            ("dense_dtype", DTYPES),
+            ("residual_dtype", RESIDUAL_DTYPES),
+        ):
             if (given := getattr(self, name)) not in types:
                 known = ", ".join(map(repr, types))
                 raise ValueError(f"{name}={given!r}: expected one of {known}")
         if not isinstance(self.error_feedback, bool):
             raise ValueError(f"error_feedback={self.error_feedback!r}: expected True or False")
+        if self.dense_dtype != "fp32" and not self.error_feedback:
+            raise ValueError(
+                f"dense_dtype={self.dense_dtype!r} with error_feedback=False: rounded gradients need "
+                "what rounding took to be sent later; set error_feedback=True or dense_dtype='fp32'"
+            )
         rate = self.min_compression_rate
         if not isinstance(rate, (int, float)) or not 0 <= rate < math.inf:
             raise ValueError(

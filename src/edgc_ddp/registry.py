@@ -42,6 +42,10 @@ class Registry:
         self.loaded = True
         self._expected_buckets = list(first_buckets)
 
+    def buckets(self) -> list[int]:
+        """How many parameters each bucket of the first iteration had, in this run or the one loaded."""
+        return list(self.first_buckets if self.closed else self._expected_buckets)
+
     def slots(self, parameters: Sequence[Tensor], sparse: bool = False) -> tuple[Slot, ...]:
         """The slots of a bucket's parameters, made on first sight."""
         if not self.closed:
@@ -114,13 +118,12 @@ class Registry:
     def __getstate__(self) -> dict[str, Any]:
         # A copy serves another DDP model, whose parameters it has yet to meet; ids mean nothing there.
         names = None if self._names is None else list(self._names.values())
-        buckets = self.first_buckets if self.closed else self._expected_buckets
         return {
             "memory": self.memory,
             "closed": False,
             "loaded": self.loaded or self.closed,
             "first_buckets": [],
-            "_expected_buckets": list(buckets),
+            "_expected_buckets": self.buckets(),
             "_by_id": {},
             "_names": names,
             "_sparse": self._sparse,

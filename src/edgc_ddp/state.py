@@ -30,6 +30,9 @@ class EDGCState:
         start_iter: iterations averaged dense before any compression, at least 2, since DDP rebuilds
             its buckets after the first.
         wire_dtype: "fp32", "bf16" or "int8", the type that factors travel in.
+        dense_dtype: "fp32", "bf16" or "int8", the type that gradients travel in while they are not
+            compressed; "fp32" is the gradient's own type, exactly as DDP sends it. What rounding takes
+            from a matrix is sent with its next gradient.
         residual_dtype: "fp32" or "bf16", the type that residuals are kept in.
         error_feedback: keep what was not sent and add it to the next gradient.
         min_compression_rate: a matrix is compressed only if its factors are smaller than it by more
@@ -54,6 +57,7 @@ class EDGCState:
         *,
         start_iter: int = 2,
         wire_dtype: str = "fp32",
+        dense_dtype: str = "fp32",
         residual_dtype: str = "fp32",
         error_feedback: bool = True,
         min_compression_rate: float = 1.0,
@@ -69,13 +73,17 @@ class EDGCState:
         self.options = Options(
             start_iter=start_iter,
             wire_dtype=wire_dtype,
+            dense_dtype=dense_dtype,
             residual_dtype=residual_dtype,
             error_feedback=error_feedback,
             min_compression_rate=min_compression_rate,
             seed=seed,
         )
         settings = Settings(
-            self.options.torch_dtype("wire_dtype"), error_feedback, float(min_compression_rate)
+            self.options.torch_dtype("wire_dtype"),
+            error_feedback,
+            float(min_compression_rate),
+            None if dense_dtype == "fp32" else self.options.torch_dtype("dense_dtype"),
         )
         memory = ParameterMemory(seed, self.options.torch_dtype("residual_dtype"))
         self.engine = Engine(

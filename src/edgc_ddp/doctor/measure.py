@@ -29,7 +29,7 @@ from edgc_ddp.doctor.subject import Loss, find
 from edgc_ddp.lane import Lane, Task, open_lane
 from edgc_ddp.options import DTYPES
 from edgc_ddp.reducers.bucket import Settings
-from edgc_ddp.train.worker import _process_group
+from edgc_ddp.train.worker import process_group
 
 _PLAIN = Step(0, "fp32", DEFAULT_CAP_MB)
 _RANKS_COSTED = (2, 4, 8, 16, 32, 64, 128)
@@ -59,7 +59,7 @@ class Job:
 @record
 def work(job: Job) -> dict[str, Any] | None:
     """Measure as one rank. Rank 0 returns the facts and the advice as plain values, the others None."""
-    with _process_group() as device:
+    with process_group() as device:
         world_size = dist.get_world_size()
         if world_size < 2:
             raise ValueError("a single process has nothing to average: start at least two")

@@ -39,17 +39,19 @@ class Settings:
     wire_dtype: torch.dtype = torch.float32
     error_feedback: bool = True
     min_compression_rate: float = 1.0
+    dense_wire: torch.dtype | None = None
+    """What buckets that are not compressed travel in; None is the gradient's own type."""
 
     def compresses(self, slot: Slot) -> bool:
-        """Whether factors at the slot's rank take fewer bytes on the wire than the matrix itself
-        would there, by the asked rate."""
+        """Whether factors at the slot's rank, with their flag, take fewer bytes on the wire than the
+        matrix itself would there, by the asked rate."""
         if slot.rank == 0 or slot.spec is None:
             return False
         rows, cols = slot.spec.rows, slot.spec.cols
         entry, column, whole = self.wire_dtype.itemsize, 0, self.wire_dtype.itemsize
         if self.wire_dtype == torch.int8:
             column, whole = SCALE_BYTES, DENSE_BESIDE_INT8.itemsize
-        factors = slot.rank * ((rows + cols) * entry + 2 * column)
+        factors = slot.rank * ((rows + cols) * entry + 2 * column) + whole
         return factors * self.min_compression_rate < rows * cols * whole
 
     @property
@@ -78,3 +80,13 @@ def add_residual(flat: Tensor, residual: Tensor, scale: float = 1.0) -> None:
         return
     for at in range(0, flat.numel(), _CACHED):
         flat[at : at + _CACHED].add_(residual[at : at + _CACHED].to(flat.dtype), alpha=scale)
+
+
+def keep_residual(residual: Tensor, left: Tensor, ok: Tensor) -> None:
+    """The new residual, or the old one when this step came out non-finite on any rank."""
+    if ok.device.type != "cpu":
+        # A choice on the host would make it wait for the device.
+        left = torch.where(ok, left, residual.to(left.dtype))
+    elif not ok:
+        return
+    residual.copy_(left)

@@ -8,31 +8,50 @@ import torch
 from torch import Tensor
 
 from edgc_ddp.lane import Lane, Task
+from edgc_ddp.memory import ParameterMemory
 from edgc_ddp.reducers.bucket import Bucket, Item, add_residual
+from edgc_ddp.reducers.used import erase_unused, write_flags
+from edgc_ddp.reducers.wire import split
 
 
-def reduce_dense(bucket: Bucket, lane: Lane) -> Task:
+def reduce_dense(bucket: Bucket, lane: Lane, memory: ParameterMemory) -> Task:
     """Average the bucket's buffer over all ranks, in place, in its own dtype."""
+    pending = [item for item in bucket.items(bucket.buffer) if item.slot.residual is not None]
+    if pending:
+        return (yield from _reduce_with_pending(bucket, lane, memory, pending))
     # Divided first, as DDP does: half-precision sums overflow less, and results are bit-equal.
     bucket.buffer.div_(lane.world_size)
-    pending = [item for item in bucket.items(bucket.buffer) if item.slot.residual is not None]
-    add_pending(pending, scale=1 / lane.world_size)
     yield lane.all_reduce(bucket.buffer, channel=0)
-    if pending:
-        forget_pending(pending, torch.isfinite(bucket.buffer).all())
+    return bucket.buffer
+
+
+def _reduce_with_pending(
+    bucket: Bucket, lane: Lane, memory: ParameterMemory, pending: list[Item]
+) -> Task:
+    """Leaving compression: what was not sent so far is sent now, whole."""
+    size = bucket.buffer.numel()
+    payload = bucket.buffer.new_empty(size + len(pending))
+    sums, flags_F = split(payload, [size, len(pending)])
+    write_flags(pending, flags_F)
+    bucket.buffer.div_(lane.world_size)
+    add_pending(pending, scale=1 / lane.world_size)
+    sums.copy_(bucket.buffer)
+    yield lane.all_reduce(payload, channel=0)
+    bucket.buffer.copy_(sums)
+    settle_pending(pending, memory, flags_F > 0, torch.isfinite(sums).all())
     return bucket.buffer
 
 
 def add_pending(items: Iterable[Item], scale: float) -> None:
-    """Leaving compression: what was not sent so far is sent now, whole."""
+    """Add what was not sent so far to what will be sent."""
     for item in items:
-        if item.slot.residual is not None:
-            add_residual(item.flat, item.slot.residual, scale)
+        assert item.slot.residual is not None
+        add_residual(item.flat, item.slot.residual, scale)
 
 
-def forget_pending(items: Iterable[Item], ok: Tensor) -> None:
-    """A residual that was sent is zero, unless the step came out non-finite and will be skipped."""
-    for item in items:
-        residual = item.slot.residual
-        if residual is not None:
-            residual.masked_fill_(ok, 0)
+def settle_pending(items: list[Item], memory: ParameterMemory, used_F: Tensor, ok: Tensor) -> None:
+    """After the sum, which lies where the items are: a residual that was sent is no longer owed,
+    unless the step came out non-finite and will be skipped; one that nobody would have seen is."""
+    for item, used in zip(items, used_F, strict=True):
+        erase_unused(item.flat, used)
+        memory.note_sent(item.slot, ok & used)

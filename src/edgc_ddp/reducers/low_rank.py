@@ -8,7 +8,8 @@
     average = P^ Q^T
 
 The residual is local: it does not depend on what other ranks sent, stays bounded on skewed data, and
-its sum over ranks is what the average lacks.
+its sum over ranks is what the average lacks. Beside P travels a flag for each matrix; one that no rank has
+a gradient of keeps residual and basis, since its Q is made zero.
 
 Shapes: M <= N the sides of a matrix, R its rank, B matrices of one shape and rank in this bucket.
 Factors are kept with their columns in one piece (RM, RN): matrix products with few columns run up to
@@ -17,6 +18,7 @@ ten times faster so, QR wants it so, and a column's scale is one contiguous maxi
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,8 +30,16 @@ from edgc_ddp.lane import Lane, Task
 from edgc_ddp.maths.orthogonal import orthonormalise
 from edgc_ddp.memory import ParameterMemory
 from edgc_ddp.observer import Observer
-from edgc_ddp.reducers.bucket import Bucket, Item, Settings, add_residual, compute_dtype
-from edgc_ddp.reducers.dense import forget_pending
+from edgc_ddp.reducers.bucket import (
+    Bucket,
+    Item,
+    Settings,
+    add_residual,
+    compute_dtype,
+    keep_residual,
+)
+from edgc_ddp.reducers.dense import add_pending, settle_pending
+from edgc_ddp.reducers.used import erase_unused, write_flags
 from edgc_ddp.reducers.wire import Payload, begin_sum, largest_sizes, split, steps
 
 
@@ -62,18 +72,20 @@ def reduce_low_rank(
     work = bucket.buffer.to(compute)
     items = bucket.items(work)
     dense = [item for item in items if not settings.compresses(item.slot)]
-    groups, p, q = _allocate(items, dense, settings, compute)
-    dense_parts = split(p.flat[p.factor_numel :], [item.slot.numel for item in dense])
+    pending = [item for item in dense if settings.error_feedback and item.slot.residual is not None]
+    groups, p, q, flags_F = _allocate(items, dense, pending, settings, compute)
+    dense_sizes = [item.slot.numel for item in dense]
+    *dense_parts, _ = split(p.flat[p.factor_numel :], [*dense_sizes, len(flags_F)])
 
+    write_flags([*(item for group in groups for item in group.items), *pending], flags_F)
     for group in groups:
         _start_bases(group)
         for item, a_MN, p_RM, q_RN in group:
             if settings.error_feedback and item.slot.residual is not None:
                 add_residual(item.flat, item.slot.residual)
             _product(q_RN, a_MN.t(), share, out=p_RM)
+    add_pending(pending, scale=1.0)
     for item, place in zip(dense, dense_parts, strict=True):
-        if settings.error_feedback and item.slot.residual is not None:
-            add_residual(item.flat, item.slot.residual)
         torch.mul(item.flat, share, out=place)
 
     first = begin_sum(p, lane, wire, channel=0, part_is_needed=False)
@@ -82,49 +94,57 @@ def reduce_low_rank(
     first.finish()
     # The sum is finite only where every rank's part was: all ranks take the same branch.
     ok = torch.isfinite(largest_sizes(p.flat))
+    used_F = flags_F > 0
+    *used_by_group, used_pending = split(used_F, [*(len(g.items) for g in groups), len(pending)])
 
-    for group in groups:
+    for group, used_B in zip(groups, used_by_group, strict=True):
         group.p_BRM.copy_(orthonormalise(group.p_BRM.mT).mT)
         for _, a_MN, p_RM, q_RN in group:
             _product(p_RM, a_MN, share, out=q_RN)
+        # With nothing sent the residual is what it was, and the basis with it.
+        erase_unused(group.q_BRN, used_B[:, None, None])
     second = begin_sum(q, lane, wire, channel=steps(wire, lane.world_size), part_is_needed=True)
     handle = yield from second.start()
     # A column of finite entries may have a norm that is not: this part overflows where P did not.
     kept = ok & torch.isfinite(largest_sizes(q.flat))
-    for group in groups:
+    for group, used_B in zip(groups, used_by_group, strict=True):
+        if observer is not None:
+            _observe(observer, group, used_B, lane.world_size)
         for item, a_MN, p_RM, q_RN in group:
-            if observer is not None:
-                mine_RN = q_RN * lane.world_size
-                observer.energy(item.slot.index, item.flat.square().sum(), mine_RN.square().sum())
-                observer.local_factors(item.slot.index, a_MN, p_RM.t(), mine_RN.t())
             if settings.error_feedback:
                 # A is not needed any more: its memory will take the average.
                 a_MN.addmm_(p_RM.t(), q_RN, alpha=-lane.world_size)
-                _keep(memory.ensure_residual(item.slot, item.flat.device), item.flat, kept)
-    if settings.error_feedback:
-        forget_pending(dense, ok)
+                keep_residual(memory.ensure_residual(item.slot, item.flat.device), item.flat, kept)
 
     yield handle
     second.finish()
-    for group in groups:
+    for group, used_B in zip(groups, used_by_group, strict=True):
         size_BR = largest_sizes(group.q_BRN)
         useful_BR1 = (ok & (size_BR > 0) & torch.isfinite(size_BR))[..., None]
+        if observer is not None:
+            seen_BRN = torch.where(used_B[:, None, None], group.q_BRN, math.nan)
+            for item, seen_RN in zip(group.items, seen_BRN, strict=True):
+                observer.averaged_factor(item.slot.index, seen_RN.t())
         for (item, a_MN, p_RM, q_RN), useful_R1 in zip(group, useful_BR1, strict=True):
-            if observer is not None:
-                observer.averaged_factor(item.slot.index, q_RN.t())
             torch.mm(p_RM.t(), q_RN, out=a_MN)
             item.slot.basis_NR = _next_basis(item.slot.basis_NR, q_RN, useful_R1)
     for item, place in zip(dense, dense_parts, strict=True):
         item.flat.copy_(place)
+    settle_pending(pending, memory, used_pending, ok)
     if work is not bucket.buffer:
         bucket.buffer.copy_(work)
     return bucket.buffer
 
 
 def _allocate(
-    items: list[Item], dense: list[Item], settings: Settings, compute: torch.dtype
-) -> tuple[list[_Group], Payload, Payload]:
-    """Lay out the first payload [P of all groups | small dense tensors] and the second [Q ...]."""
+    items: list[Item],
+    dense: list[Item],
+    pending: list[Item],
+    settings: Settings,
+    compute: torch.dtype,
+) -> tuple[list[_Group], Payload, Payload, Tensor]:
+    """Lay out the first payload [P of all groups | small dense tensors | flags] and the second
+    [Q ...]; the flags are those of all groups' items, then of the pending ones."""
     by_shape: dict[tuple[int, int, int], list[Item]] = defaultdict(list)
     for item in items:
         if settings.compresses(item.slot):
@@ -132,17 +152,19 @@ def _allocate(
             by_shape[item.slot.spec.rows, item.slot.spec.cols, item.slot.rank].append(item)
     p_blocks = [(len(group) * r, m) for (m, _, r), group in by_shape.items()]
     q_blocks = [(len(group) * r, n) for (_, n, r), group in by_shape.items()]
-    dense_size = sum(item.slot.numel for item in dense)
+    flags = len(items) - len(dense) + len(pending)
+    beside = sum(item.slot.numel for item in dense) + flags
     device = items[0].flat.device
     p_sizes, q_sizes = ([c * length for c, length in blocks] for blocks in (p_blocks, q_blocks))
-    p_flat = torch.empty(sum(p_sizes) + dense_size, dtype=compute, device=device)
+    p_flat = torch.empty(sum(p_sizes) + beside, dtype=compute, device=device)
     q_flat = torch.empty(sum(q_sizes), dtype=compute, device=device)
-    p_parts, q_parts = split(p_flat, [*p_sizes, dense_size]), split(q_flat, q_sizes)
+    p_parts, q_parts = split(p_flat, [*p_sizes, beside]), split(q_flat, q_sizes)
     groups = [
         _Group(members, p.view(len(members), r, m), q.view(len(members), r, n))
         for ((m, n, r), members), p, q in zip(by_shape.items(), p_parts[:-1], q_parts, strict=True)
     ]
-    return groups, Payload(p_flat, p_blocks), Payload(q_flat, q_blocks)
+    flags_F = p_flat[p_flat.numel() - flags :]
+    return groups, Payload(p_flat, p_blocks), Payload(q_flat, q_blocks), flags_F
 
 
 def _start_bases(group: _Group) -> None:
@@ -160,14 +182,13 @@ def _product(left: Tensor, right: Tensor, scale: float, out: Tensor) -> None:
     torch.addmm(out, left, right, beta=0, alpha=scale, out=out)
 
 
-def _keep(residual: Tensor, left: Tensor, ok: Tensor) -> None:
-    """The new residual, or the old one when this step came out non-finite on any rank."""
-    if ok.device.type != "cpu":
-        # A choice on the host would make it wait for the device.
-        left = torch.where(ok, left, residual.to(left.dtype))
-    elif not ok:
-        return
-    residual.copy_(left)
+def _observe(observer: Observer, group: _Group, used_B: Tensor, world_size: int) -> None:
+    """Show this rank's A and factors; what nobody has a gradient of is nan, and so not counted."""
+    for (item, a_MN, p_RM, q_RN), used in zip(group, used_B, strict=True):
+        mine_RN = torch.where(used, q_RN * world_size, math.nan)
+        whole = torch.where(used, item.flat.square().sum(), math.nan)
+        observer.energy(item.slot.index, whole, mine_RN.square().sum())
+        observer.local_factors(item.slot.index, a_MN, p_RM.t(), mine_RN.t())
 
 
 def _next_basis(before_NR: Tensor | None, q_RN: Tensor, useful_R1: Tensor) -> Tensor:

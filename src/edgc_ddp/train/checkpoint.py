@@ -20,6 +20,8 @@ import torch.distributed as dist
 FORMAT = 1
 KEPT = 2
 MANIFEST = "manifest.json"
+AUTO = "auto"
+"""``train.resume`` of a run that goes on from its own folder, if it has been there before."""
 
 
 def write_atomically(path: Path, write: Any) -> None:
@@ -85,6 +87,15 @@ def part_file(stage: int) -> str:
 def complete(root: Path) -> list[Path]:
     """The finished checkpoints under ``root``, oldest first."""
     return sorted(manifest.parent for manifest in root.glob(f"step-*/{MANIFEST}"))
+
+
+def own_newest(run: Path) -> Path | None:
+    """The newest finished checkpoint of the run in this folder, the same on all ranks; None where there is
+    none. Collective."""
+    newest: list[Path | None] = [None, *complete(run / "checkpoints")][-1:]
+    # Rank 0's word, should a file system show the others less.
+    dist.broadcast_object_list(newest, src=0)
+    return newest[0]
 
 
 def find(given: str) -> Path:

@@ -188,7 +188,8 @@ def train(run: Run, first_step: int, recorder: Recorder) -> float:
     """Steps ``first_step`` to the last. Returns the last held-out loss. Collective."""
     settings = run.config.train
     told = len(run.state.history) if run.state is not None else 0
-    val_loss = math.nan
+    # A run that was ended after its last step has only this to tell.
+    val_loss = evaluate(run) if first_step == settings.steps else math.nan
     for step in range(first_step, settings.steps):
         values = train_step(run, step)
         # The hook counts steps too, but from 1; the loop's own count is the one on record.

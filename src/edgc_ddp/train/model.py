@@ -58,9 +58,7 @@ class GPT(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, config.width)
         self.positions = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(
-            Block(config.width, config.heads) for _ in range(config.layers)
-        )
+        self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
 
     def forward(self, bytes_BT: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """What the configuration may contain: a misspelt key or a wrong type is refused with its full name.
 
 The schemas are stored as ``schema/<group>/<name>`` and inherited by ``conf/<group>/*.yaml``. The field
-``controller`` alone is open, so that a user's own YAML can name a class of the user's.
+``controller`` alone is open, so that a user's own YAML can name a class of the user's, from a module that
+``trust`` lists.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class HookConfig:
     register: bool = True
     start_iter: int = 2
     wire_dtype: str = "fp32"
+    dense_dtype: str = "fp32"
     residual_dtype: str = "fp32"
     error_feedback: bool = True
     min_compression_rate: float = 1.0
@@ -105,7 +107,8 @@ class EntropyConfig:
 @dataclass
 class TrainConfig:
     """``batch_size`` is per rank and micro-batch; a period of 0 means only at the end, or never for
-    checkpoints; ``clip`` 0 means no clipping."""
+    checkpoints; ``clip`` 0 means no clipping. ``resume`` is a run's folder or a checkpoint, or "auto": this
+    run's own newest checkpoint, and the start where there is none yet."""
 
     steps: int = 1000
     batch_size: int = 8
@@ -121,11 +124,13 @@ class TrainConfig:
 
 @dataclass
 class Config:
-    """The whole configuration. Only ``controller`` is ever instantiated; the rest is plain data."""
+    """The whole configuration. Only ``controller`` is ever instantiated; the rest is plain data. It may
+    name classes of edgc_ddp, and code of the modules in ``trust``, which the command line alone can set."""
 
     nproc: int = 2
     seed: int = 0
     controller: Any = MISSING
+    trust: list[str] = field(default_factory=list)
     entropy: EntropyConfig = field(default_factory=EntropyConfig)
     hook: HookConfig = field(default_factory=HookConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

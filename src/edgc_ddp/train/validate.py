@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
+from hydra.types import RunMode
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
 from edgc_ddp import EDGCState
 from edgc_ddp.decisions import Controller
 from edgc_ddp.train import checkpoint
 from edgc_ddp.train.model import shapes, skeleton
 from edgc_ddp.train.schema import Config, HookConfig
+from edgc_ddp.train.trust import check_targets
 
 SOURCES = ("shakespeare", "stdlib")
 SCHEDULES = ("cosine", "constant")
@@ -21,13 +25,15 @@ PIPELINE_SCHEDULES = ("1f1b", "gpipe")
 STAGE_RANKS = ("aligned", "common", "selective", "own")
 
 
-def make_controller(options: Any) -> Controller:
-    """The controller that the ``controller`` part describes. Raises ValueError when it cannot be."""
+def make_controller(options: Any, trust: Sequence[str] = ()) -> Controller:
+    """The controller that the ``controller`` part describes. Raises ValueError when it cannot be, or is
+    neither of edgc_ddp nor of the modules ``trust``."""
     if not isinstance(options, Mapping) or "_target_" not in options:
         raise ValueError(
             f"controller={options!r}: expected a _target_ and its options; choose one with "
             "controller=edgc, or point --config-dir at a folder with controller/<name>.yaml"
         )
+    check_targets(options, trust)
     try:
         controller = instantiate(dict(options), _convert_="all")
     except InstantiationException as error:
@@ -62,12 +68,14 @@ def check(config: Config, world_size: int) -> None:
     _check_model(config)
     _check_learning(config)
     _check_parallel(config, world_size)
-    controller = make_controller(config.controller)
+    controller = make_controller(config.controller, config.trust)
     try:
         EDGCState(controller=controller, **hook_options(config.hook)).close()
     except ValueError as error:
         raise ValueError(f"hook.{error}") from error
-    if config.train.resume is not None:
+    if config.train.resume == checkpoint.AUTO:
+        _check_auto_resume(config)
+    elif config.train.resume is not None:
         folder = checkpoint.find(config.train.resume)
         step = checkpoint.check(folder, identity(config, controller, world_size))
         if step >= config.train.steps:
@@ -75,6 +83,26 @@ def check(config: Config, world_size: int) -> None:
                 f"train.resume={folder}: has finished step {step} of train.steps={config.train.steps}; "
                 "raise train.steps"
             )
+
+
+def _check_auto_resume(config: Config) -> None:
+    if not config.train.checkpoint_every:
+        raise ValueError(
+            f"train.resume={checkpoint.AUTO}: there is nothing to go on from, since "
+            "train.checkpoint_every=0; set it to a number of steps"
+        )
+    if HydraConfig.initialized() and "${now:" in _folder_pattern():
+        raise ValueError(
+            f"train.resume={checkpoint.AUTO}: the run's folder is named by the time, so another attempt "
+            "would look for its checkpoints elsewhere; name the folder, as hydra.run.dir=outputs/mine"
+        )
+
+
+def _folder_pattern() -> str:
+    """The run's folder as it was written, before the time was filled in."""
+    hydra = HydraConfig.get()
+    part = hydra.sweep if hydra.mode == RunMode.MULTIRUN else hydra.run
+    return " ".join(OmegaConf.to_container(part, resolve=False).values())  # type: ignore[union-attr]
 
 
 def _check_run(config: Config, world_size: int) -> None:

@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from edgc_ddp import EDGCState, edgc_hook
@@ -27,7 +29,7 @@ from edgc_ddp.train.loop import Run, hook_metrics, make_optimizer, resume, train
 from edgc_ddp.train.model import build
 from edgc_ddp.train.pipeline import Pipeline
 from edgc_ddp.train.record import Recorder, bytes_saved_ratio, environment, plain
-from edgc_ddp.train.schema import Config
+from edgc_ddp.train.schema import Config, TrainConfig
 from edgc_ddp.train.validate import hook_options, identity, make_controller
 
 
@@ -46,7 +48,7 @@ class Job:
 @record
 def work(job: Job) -> dict[str, Any] | None:
     """Train as one rank of a started group. Rank 0 returns the run's summary, the others None."""
-    with _process_group() as device:
+    with process_group() as device:
         try:
             return _run(job, device)
         except BaseException as error:
@@ -70,17 +72,23 @@ def _run(job: Job, device: torch.device) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def _process_group() -> Iterator[torch.device]:
+def process_group() -> Iterator[torch.device]:
     """The group of torchrun's environment: NCCL with a GPU for each local rank, else Gloo."""
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    # One store serves all attempts of torchrun --max-restarts: without names of its own, an attempt
+    # would find the addresses of processes that are gone.
+    store, rank, world_size = next(rendezvous("env://"))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"attempt-{attempt}", store)
+    members: dict[str, Any] = {"store": store, "rank": rank, "world_size": world_size}
     if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("nccl", device_id=device, **members)
     else:
         device = torch.device("cpu")
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", **members)
     try:
         yield device
     finally:
@@ -90,7 +98,7 @@ def _process_group() -> Iterator[torch.device]:
 def _set_up(job: Job, folder: Path, device: torch.device) -> Run:
     config, rank, world_size = job.config, dist.get_rank(), dist.get_world_size()
     corpus = _load_text(config, rank)
-    controller = make_controller(config.controller)
+    controller = make_controller(config.controller, config.trust)
     pipeline = Pipeline(config, device) if config.parallel.pp > 1 else None
     if pipeline is not None:
         ddp = pipeline.ddp
@@ -144,11 +152,16 @@ def _require_equal(what: str, value: str) -> None:
 
 
 def _train(job: Job, run: Run) -> dict[str, Any] | None:
-    begin, first_step, source = time.perf_counter(), 0, None
+    begin, first_step = time.perf_counter(), 0
     settings = job.config.train
-    if settings.resume is not None:
-        source = checkpoint.find(settings.resume)
+    source = _source(settings, run.folder)
+    if source is not None:
         first_step = resume(run, source)
+        if first_step > settings.steps:
+            raise ValueError(
+                f"train.resume={settings.resume}: {source} has finished step {first_step} of "
+                f"train.steps={settings.steps}; raise train.steps"
+            )
     if run.rank == 0:
         _describe(job, run, source)
     recorder = Recorder(run.folder if run.rank == 0 else None, first_step, settings.steps)
@@ -161,6 +174,15 @@ def _train(job: Job, run: Run) -> dict[str, Any] | None:
     finally:
         recorder.close()
     return summary if run.rank == 0 else None
+
+
+def _source(settings: TrainConfig, folder: Path) -> Path | None:
+    """The checkpoint to go on from; None at a start. Collective."""
+    if settings.resume is None:
+        return None
+    if settings.resume == checkpoint.AUTO:
+        return checkpoint.own_newest(folder)
+    return checkpoint.find(settings.resume)
 
 
 def _describe(job: Job, run: Run, resumed_from: Path | None) -> None:
