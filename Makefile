@@ -31,7 +31,7 @@ test: lint
 
 # Apart from the rest, since these wait for processes to die and need a quiet machine.
 faults: $(STAMP)
-	$(BIN)/python -m pytest -m faults tests/test_reliability_faults.py
+	$(BIN)/python -m pytest -m faults tests
 
 # Minutes: random models, one long run with faults injected, very long skewed data, many ranks on few cores.
 soak: $(STAMP)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from benchmarks.figures import (
     entropy_series,
     error_rank,
     figure6,
+    losses,
     sampling_cost,
     stage_ranks,
     window_size,
@@ -44,6 +46,7 @@ PIECES = {
     ),
     "figure6": Piece(figure6.TITLE, figure6.PAPER, figure6.make, reads_gradients=False),
     "figure7": Piece(error_rank.TITLE, error_rank.PAPER, error_rank.make),
+    "figure8": Piece(*losses.FIGURE_8, losses.figure8, reads_gradients=False),
     "figure9": Piece(
         "Figure 9: entropy under beta",
         _CAPTION.format("Gradient entropy under different gradient sampling rates")
@@ -56,16 +59,19 @@ PIECES = {
         + " The paper takes alpha = .1.",
         entropy_series.under_alpha,
     ),
+    "figure11": Piece(*losses.FIGURE_11, losses.figure11, reads_gradients=False),
     "figure12": Piece(
         "Figure 12: stages with common, aligned and selective ranks",
         stage_ranks.PAPER,
         stage_ranks.make,
         reads_gradients=False,
     ),
+    "table1": Piece(*losses.TABLE, losses.table1, reads_gradients=False),
     "table4": Piece(
         sampling_cost.TITLE, sampling_cost.PAPER, sampling_cost.make, reads_gradients=False
     ),
     "table6": Piece(window_size.TITLE, window_size.PAPER, window_size.make),
+    "equal-bytes": Piece(*losses.EQUAL_BYTES, losses.equal_bytes, reads_gradients=False),
 }
 
 
@@ -80,7 +86,12 @@ def reproduce(name: str, parent: Path) -> Path:
         about |= {"run": asdict(Run()), "text": series(Run())["source"]}
     folder = folder_for(parent, name, today)
     folder.mkdir(parents=True)
-    found = piece.make(folder)
+    try:
+        found = piece.make(folder)
+    except ValueError:
+        # What came to nothing is no record, and must not stand in the next one's way.
+        shutil.rmtree(folder)
+        raise
     (folder / "config.json").write_text(json.dumps(about, indent=1) + "\n")
     images = [f"![{piece.title}]({path.name})" for path in sorted(folder.glob("*.png"))]
     ground = []
@@ -108,7 +119,10 @@ def main() -> None:
     given = parser.parse_args()
     untimed = [name for name, piece in PIECES.items() if piece.reads_gradients]
     for name in untimed if given.name == "all" else [given.name]:
-        folder = reproduce(name, given.out)
+        try:
+            folder = reproduce(name, given.out)
+        except ValueError as error:
+            raise SystemExit(f"benchmarks.reproduce: {error}") from None
         print(f"{folder}\n{(folder / 'record.md').read_text()}")
 
 
