@@ -34,7 +34,10 @@ _HOSTS = 4
 def train(network: Network, overrides: Sequence[str], limit: float) -> dict[str, Any]:
     """The summary of one run with a rank on each host. Raises RuntimeError when a rank fails."""
     processes = []
+    cores = sorted(os.sched_getaffinity(0))
     for host, prefix in enumerate(network.prefixes):
+        # Stages in a row of hosts: no stage's averaging may take another's cores, as on real hosts.
+        core = cores[host * len(cores) // network.hosts]
         environment = os.environ | {
             "RANK": str(host),
             "WORLD_SIZE": str(network.hosts),
@@ -46,7 +49,16 @@ def train(network: Network, overrides: Sequence[str], limit: float) -> dict[str,
             "GLOO_SOCKET_IFNAME": network.interface,
             "OMP_NUM_THREADS": "1",
         }
-        command = [*prefix, sys.executable, "-m", "edgc_ddp.train", *overrides]
+        command = [
+            *prefix,
+            "taskset",
+            "-c",
+            str(core),
+            sys.executable,
+            "-m",
+            "edgc_ddp.train",
+            *overrides,
+        ]
         processes.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
         )
