@@ -26,7 +26,8 @@ class Contestant:
 
 def _row(controller: str, wire: str, what: str, *options: str, name: str = "") -> Contestant:
     overrides = [f"controller={controller}", *(f"controller.{option}" for option in options)]
-    return Contestant(f"{name or controller}-{wire}", what, (*overrides, f"hook.wire_dtype={wire}"))
+    wires = (f"hook.wire_dtype={wire}", "hook.dense_dtype=fp32")
+    return Contestant(f"{name or controller}-{wire}", what, (*overrides, *wires))
 
 
 def _coded(controller: str, what: str) -> Contestant:
@@ -40,7 +41,7 @@ def _fixed(rank: int, wire: str) -> Contestant:
 
 
 CONTESTANTS = (
-    Contestant("dense", "plain average in fp32", ("controller=dense", "hook.wire_dtype=fp32")),
+    Contestant("dense", "plain average in fp32", ("controller=dense", "hook.dense_dtype=fp32")),
     Contestant("dense-bf16", "plain average in bf16", kind="bf16"),
     _coded("dense", "8 bits an entry, error feedback"),
     # The ranks of Table 5, halved.

@@ -49,7 +49,7 @@ def test_what_was_saved_is_read_back(saved: Path, tmp_path: Path) -> None:
 
 
 def test_the_newest_two_are_kept(tmp_path: Path) -> None:
-    for step in (1, 2, 10, 9):
+    for step in (1, 2, 9, 10):
         checkpoint.save(tmp_path, step, TRAINING, None, IDENTITY)
     assert [path.name for path in checkpoint.complete(tmp_path)] == [
         "step-00000009",
@@ -57,6 +57,40 @@ def test_the_newest_two_are_kept(tmp_path: Path) -> None:
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000009", "step-00000010"]
     assert checkpoint.find(str(tmp_path)).name == "step-00000010"
+
+
+def test_a_longer_runs_checkpoints_do_not_push_out_the_new_ones(tmp_path: Path) -> None:
+    for step in (500, 600, 100, 200, 300):
+        saved = checkpoint.save(tmp_path, step, TRAINING, None, IDENTITY)
+        assert checkpoint.check(saved, IDENTITY) == step
+    left = [int(path.name[5:]) for path in checkpoint.complete(tmp_path)]
+    assert left == [200, 300, 500, 600]
+
+
+def test_a_new_run_in_a_used_folder_is_refused(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"step-00000005 .*train.resume=auto .*hydra.run.dir"):
+        checkpoint.check_unused(tmp_path)
+    (saved / checkpoint.MANIFEST).unlink()
+    checkpoint.check_unused(tmp_path)
+    checkpoint.check_unused(tmp_path / "new")
+
+
+def test_auto_resume_walks_back_to_one_that_is_whole(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert checkpoint.own_newest(tmp_path / "new") is None
+    newest = checkpoint.save(saved.parent, 6, TRAINING, HOOK, IDENTITY)
+    assert checkpoint.own_newest(tmp_path) == newest
+    assert capsys.readouterr().err == ""
+    (newest / "model.pt").write_bytes(b"")
+    assert checkpoint.own_newest(tmp_path) == saved
+    said = capsys.readouterr().err
+    assert "model.pt has 0 bytes" in said and f"going on from {saved}" in said
+    (newest / checkpoint.MANIFEST).write_text("{")
+    assert checkpoint.own_newest(tmp_path) == saved
+    (saved / "hook-rank0.pt").unlink()
+    with pytest.raises(ValueError, match="no checkpoint in .* is whole"):
+        checkpoint.own_newest(tmp_path)
 
 
 def test_a_crash_while_writing_leaves_the_earlier_checkpoint(

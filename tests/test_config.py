@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
@@ -119,7 +123,7 @@ BAD = [
     (["controller._target_=no.such.Thing"], "no.such.Thing is no class of edgc_ddp"),
     (
         ["controller._target_=no.such.Thing", "trust=[no.such]"],
-        "Error loading 'no.such.Thing'",
+        "no.such.Thing does not exist or cannot be imported",
     ),
     (["controller._target_=edgc_ddp.controllers.Nothing"], "edgc_ddp.controllers.Nothing"),
     (["controller._target_=builtins.dict"], "'trust=[builtins]'"),
@@ -136,6 +140,8 @@ BAD = [
         ["controller.estimator={_target_:hydra.utils.get_method,path:mine.f}", "trust=[yours]"],
         "[mine]",
     ),
+    (["controller.estimator={_target_:mine os.f}", "trust=[mine os]"], "'mine os.f' is no name"),
+    (["controller._target_=edgc_ddp.train:app.main"], "is no class of edgc_ddp"),
     (["controller=nonsense"], "controller/nonsense"),
     (["hook.wire_dtype=fp7"], "hook.wire_dtype='fp7'"),
     (["hook.start_iter=1"], "hook.start_iter=1"),
@@ -222,3 +228,76 @@ def test_only_rank_zero_owns_a_folder_and_speaks(
     monkeypatch.setenv("RANK", "0")
     assert run_main(monkeypatch, tmp_path, "train.steps=0") == 2
     assert len(list(tmp_path.glob("outputs/*/*"))) == 1
+
+
+class Payload:
+    """Code that a file may hold: it makes a folder."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (str(self.mark),))
+
+
+LATE = "${oc.env:NO_SUCH_NAME,"
+
+
+@pytest.mark.parametrize(
+    "rank",
+    [
+        {"_target_": "edgc_ddp." + LATE + "train.worker.torch.load}", "f": "EVIL"},
+        {"_target_": LATE + "torch.load}", "f": "EVIL"},
+        '${oc.create:{_target_:torch.load,f:"EVIL",weights_only:false}}',
+        [{"a": ('${oc.create:{_target_:torch.load,f:"EVIL",weights_only:false}}',)}],
+        {LATE + "_target_}": "torch.load", "f": "EVIL"},
+        {"_target_": "mine.torch.load", "f": "EVIL"},
+        {"_target_": "hydra.utils.get_method", "path": "mine.torch.load"},
+    ],
+)
+def test_a_strangers_file_cannot_run_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: Any
+) -> None:
+    """What would be filled in after the look, and what a trusted module has of others."""
+    mark, evil = tmp_path / "ran", tmp_path / "evil.pt"
+    torch.save(Payload(mark), evil)
+    (tmp_path / "mine.py").write_text("import torch\nclass Mine: pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    monkeypatch.setattr("edgc_ddp.train.trust._is_given", lambda key: True)
+    given = ast.literal_eval(repr(rank).replace("EVIL", str(evil)))
+    options = {"_target_": "edgc_ddp.controllers.FixedRank", "rank": given}
+    with pytest.raises(ValueError, match=r"filled in after|was written in torch.serialization"):
+        validate.make_controller(options, ["mine"])
+    assert not mark.exists()
+    # The file does what it says where it is let.
+    torch.load(evil, weights_only=False)
+    assert mark.is_dir()
+
+
+def test_an_escaped_interpolation_in_a_file_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "controller").mkdir()
+    (tmp_path / "controller" / "sly.yaml").write_text(
+        "_target_: edgc_ddp.controllers.FixedRank\n"
+        "rank: {_target_: 'edgc_ddp.\\\\\\${oc.env:NO_SUCH_NAME,train.worker.os.mkdir}', path: made}\n"
+    )
+    assert run_main(monkeypatch, tmp_path, "--config-dir", str(tmp_path), "controller=sly") == 2
+    assert "filled in after it was checked" in capfd.readouterr().err
+    assert not list(tmp_path.rglob("made"))
+
+
+def test_a_start_in_a_folder_with_checkpoints_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    step = tmp_path / "run" / "checkpoints" / "step-00000005"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text("{}")
+    assert run_main(monkeypatch, tmp_path, "hydra.run.dir=run") == 2
+    said = capfd.readouterr().err
+    assert "step-00000005" in said and "train.resume=auto" in said and said.count("\n") == 1
+    monkeypatch.setattr(validate, "check", lambda config, world_size: None)
+    with pytest.raises(AssertionError, match="a rank would have been started"):
+        run_main(monkeypatch, tmp_path, "hydra.run.dir=run")

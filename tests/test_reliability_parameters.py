@@ -234,3 +234,62 @@ def mean_residual(slot: Slot, parameter: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_rank_one_loses_nothing(ranks: Pools, kind: str) -> None:
     ranks(2)(nothing_is_lost, kind)
+
+
+class Backbone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(32, 32, bias=False)
+        self.head = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.fc(x)))
+
+
+class Wrapping(nn.Module):
+    """Its child has the name that DDP gives to what it wraps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = Backbone()
+        self.head = nn.Linear(32, 32, bias=False)
+
+    def forward(self, generator: torch.Generator) -> Tensor:
+        x = torch.randn(8, 32, generator=generator)
+        return (self.head(torch.relu(self.module(x))) - x).square().mean()
+
+
+def names_of(model: nn.Module) -> list[str]:
+    state = EDGCState(controller=FixedRank(2), model=model)
+    state.engine.registry.slots(list(model.parameters()))
+    return list(state.engine.memory.slots)
+
+
+def test_a_child_called_module_keeps_its_parameters_apart() -> None:
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.module = inner
+
+    model = Wrapping()
+    want = ["module.fc.weight", "module.head.weight", "head.weight"]
+    assert names_of(model) == names_of(Outer(model)) == names_of(Outer(Outer(model))) == want
+    # Where nothing collides, names are what they were in earlier checkpoints.
+    assert names_of(Outer(Backbone())) == names_of(Backbone()) == ["fc.weight", "head.weight"]
+
+
+def wrapped_nothing_is_lost(rank: int, world: int) -> None:
+    torch.manual_seed(3)
+    model = Wrapping()
+    twin = copy.deepcopy(model)
+    state = EDGCState(controller=FixedRank(32), model=model, min_compression_rate=0)
+    ddp, plain = wrap(model, state, SMALL_BUCKETS_MB), wrap(twin, None, SMALL_BUCKETS_MB)
+    for step in range(STEPS):
+        pairs = zip(backward(ddp, step, rank), backward(plain, step, rank), strict=True)
+        for got, want in pairs:
+            same(got, want)
+    assert len(state.plan()) == 3
+
+
+def test_a_child_called_module_is_averaged_as_ddp_does(ranks: Pools) -> None:
+    ranks(2)(wrapped_nothing_is_lost)

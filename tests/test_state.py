@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,8 @@ from scenes import SMALL_BUCKETS_MB, Given, Mlp, averages, draw, train_step, wra
 
 from edgc_ddp import EDGCState
 from edgc_ddp.checkpoint import merge
-from edgc_ddp.controllers import EntropyController, FixedRank
+from edgc_ddp.controllers import EntropyController, FixedRank, Scheduled, Selective
+from edgc_ddp.decisions import Controller
 
 Pools = Callable[[int], Ranks]
 
@@ -130,8 +132,9 @@ def saved(ranks: Pools) -> dict[str, Any]:
     return state
 
 
-def spoil_basis(saved: dict[str, Any]) -> None:
-    next(s for s in saved["slots"].values() if s["basis"] is not None)["basis"] = torch.zeros(2, 2)
+def first(saved: dict[str, Any]) -> dict[str, Any]:
+    entry: dict[str, Any] = next(s for s in saved["slots"].values() if s["basis"] is not None)
+    return entry
 
 
 @pytest.mark.parametrize(
@@ -140,7 +143,25 @@ def spoil_basis(saved: dict[str, Any]) -> None:
         (lambda saved: saved.pop("slots"), "lacks"),
         (lambda saved: saved.update(version=99), "version 99"),
         (lambda saved: saved.update(controller="Other"), "controller Other"),
-        (spoil_basis, "basis of"),
+        (lambda saved: first(saved).update(basis=torch.zeros(2, 2)), "basis of"),
+        (lambda saved: first(saved).update(basis=None), "at rank 3 the basis of .* lacks"),
+        (lambda saved: first(saved).update(rank=0), "at rank 0 the basis of .* is there"),
+        (lambda saved: first(saved).update(rank=3.0), "rank of .* is 3.0"),
+        (lambda saved: first(saved).pop("rank"), "in its slots: KeyError, 'rank'"),
+        (lambda saved: first(saved)["residual"].fill_(math.inf), "residual of .* is not finite"),
+        (lambda saved: first(saved)["basis"][0].fill_(math.nan), "basis of .* is not finite"),
+        (lambda saved: first(saved).update(residual=torch.zeros(3)), "residual of .* another size"),
+        (lambda saved: saved.update(layout=[]), "in its layout"),
+        (lambda saved: saved.update(layout=saved["layout"][:1]), "in its layout"),
+        (lambda saved: saved["progress"]["plan"]["ranks"].popitem(), "plan has other ranks"),
+        (lambda saved: saved["progress"].pop("plan"), "in its progress: KeyError, 'plan'"),
+        (lambda saved: saved["progress"].update(new=1), "in its progress: TypeError"),
+        (lambda saved: saved["progress"].update(step=None), "step None"),
+        (lambda saved: saved["window"].pop("factors"), "in its window: KeyError, 'factors'"),
+        (lambda saved: saved["window"].update(sums=saved["window"]["sums"][:0]), "sums are not"),
+        (lambda saved: saved["window"]["factors"].update(captured=torch.zeros(1)), "in its window"),
+        (lambda saved: saved.update(buckets=[1.5]), "buckets are"),
+        (lambda saved: saved.update(options={"rank": "4"}), "rank=4, this run has rank=3: set"),
     ],
 )
 def test_damaged_states_are_refused_and_change_nothing(
@@ -154,6 +175,8 @@ def test_damaged_states_are_refused_and_change_nothing(
     with pytest.raises(ValueError, match=message):
         state.load_state_dict(bad)
     assert repr(state.state_dict()) == before
+    with pytest.raises(ValueError, match=message):
+        EDGCState(controller=FixedRank(3)).load_state_dict(bad)
 
 
 def test_a_state_of_another_model_is_refused(saved: dict[str, Any]) -> None:
@@ -162,3 +185,108 @@ def test_a_state_of_another_model_is_refused(saved: dict[str, Any]) -> None:
         state.load_state_dict(saved)
     with pytest.raises(ValueError, match="no EDGCState.state_dict"):
         state.load_state_dict([1, 2])  # type: ignore[arg-type]
+
+
+def early(rank: int, world: int) -> dict[str, Any]:
+    """Before ``start_iter``, where rounding already leaves something to be sent."""
+    state = EDGCState(controller=FixedRank(3), dense_dtype="int8", start_iter=100)
+    ddp = wrap(Given(SHAPES), state)
+    for step in range(3):
+        averages(ddp, draw(SHAPES, seed=10 * step + rank))
+    return state.state_dict()
+
+
+def test_a_state_before_any_decision_knows_its_world_size(ranks: Pools) -> None:
+    states = ranks(2)(early)
+    assert [state["world_size"] for state in states] == [2, 2]
+    merged = merge(states, world_size=1)
+    state = EDGCState(controller=FixedRank(3), dense_dtype="int8", start_iter=100)
+    state.load_state_dict(merged)
+    assert state.state_dict()["world_size"] == 1
+    owed = {name: slot.residual for name, slot in state.engine.memory.slots.items()}
+    assert sum(residual is not None for residual in owed.values()) == 2
+    for name, residual in owed.items():
+        if residual is not None:
+            pair = [state["slots"][name]["residual"] for state in states]
+            assert torch.equal(residual, (pair[0] + pair[1]) / 2)
+    # Loaded where there is no process group yet, so only the first decision can tell.
+    state.load_state_dict(states[0])
+    for engine in (state.engine, copy.deepcopy(state).engine):
+        with pytest.raises(ValueError, match="one of 2 ranks, this run has 3.*merge"):
+            engine.registry.layout(3)
+    for message in ranks(3)(load_at_wrong_size, states[0]):
+        assert "2 ranks" in message
+
+
+def loaded_in_inference_mode(rank: int, world: int) -> None:
+    averaged = []
+    for inference in (False, True):
+        state = EDGCState(controller=FixedRank(3, window=4))
+        ddp = wrap(Given(SHAPES), state)
+        for step in range(12):
+            if step == 6:
+                with torch.inference_mode(inference):
+                    state.load_state_dict(state.state_dict())
+            averaged.append(averages(ddp, draw(SHAPES, seed=10 * step + rank)))
+    for got, want in zip(averaged[:12], averaged[12:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_state_loaded_in_inference_mode_trains_on(ranks: Pools) -> None:
+    ranks(2)(loaded_in_inference_mode)
+
+
+def test_a_state_loaded_late_goes_to_its_parameters_device(saved: dict[str, Any]) -> None:
+    state = EDGCState(controller=FixedRank(3))
+    elsewhere = torch.device("meta")
+    entries = list(saved["slots"].values())
+    shapes = [entry["sides"] or [entry["numel"]] for entry in entries]
+    parameters = [torch.nn.Parameter(torch.empty(shape, device=elsewhere)) for shape in shapes]
+    slots = state.engine.registry.slots(parameters)
+    state.load_state_dict(saved)
+    assert [s.basis_NR.device for s in slots if s.basis_NR is not None] == [elsewhere] * 2
+    assert {s.residual.device for s in slots if s.residual is not None} == {elsewhere}
+    assert state.engine.observer is not None and state.engine.observer.device == elsewhere
+
+
+def test_a_second_load_forgets_the_first(saved: dict[str, Any]) -> None:
+    state = EDGCState(controller=FixedRank(3))
+    other = copy.deepcopy(saved)
+    for part in (other["slots"], other["progress"]["plan"]["ranks"]):
+        for name in list(part):
+            part[f"other_{name}"] = part.pop(name)
+    for entry in other["layout"]:
+        entry[0] = f"other_{entry[0]}"
+    state.load_state_dict(other)
+    state.load_state_dict(saved)
+    assert set(state.state_dict()["slots"]) == set(saved["slots"])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "named"),
+    [
+        (FixedRank(4), FixedRank(16), "rank=4, this run has rank=16: set rank=4"),
+        (controller(), EntropyController(window=10, scope="matrix"), "this run has"),
+        (
+            Selective(FixedRank(4)),
+            Selective(FixedRank(5)),
+            "inner.rank=4, this run has inner.rank=5",
+        ),
+        (Scheduled({0: 4}), Scheduled({0: 8}), "milestones={0: 4}, this run has milestones={0: 8}"),
+    ],
+)
+def test_other_options_of_the_controller_are_refused(
+    before: Controller, after: Controller, named: str
+) -> None:
+    state = through_disk(EDGCState(controller=before).state_dict())
+    with pytest.raises(ValueError, match=named):
+        EDGCState(controller=after).load_state_dict(state)
+    EDGCState(controller=before).load_state_dict(state)
+    # As an earlier version wrote it.
+    del state["options"]
+    EDGCState(controller=after).load_state_dict(state)
+
+
+def test_a_run_may_be_made_longer() -> None:
+    state = EDGCState(controller=EntropyController(window=10, total_steps=100)).state_dict()
+    EDGCState(controller=EntropyController(window=10, total_steps=200)).load_state_dict(state)

@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -23,20 +24,54 @@ VERSION = 1
 _KEYS = {"version", "controller", "world_size", "layout", "progress", "slots", "window", "buckets"}
 
 
-def pack(engine: Engine) -> dict[str, Any]:
-    """This rank's state. Tensors are copies, so training may go on."""
+def pack(engine: Engine, world_size: int) -> dict[str, Any]:
+    """This rank's state. Tensors are copies, so training may go on. ``world_size`` is 0 where it is not
+    known: then that of a state loaded before counts."""
     observer, layout = engine.observer, engine.layout
     engine.memory.free_sent()
     return {
         "version": VERSION,
         "controller": type(engine.controller).__name__,
-        "world_size": layout.world_size if layout else 0,
+        "options": plain_options(engine.controller),
+        "world_size": layout.world_size if layout else engine.registry.world_size or world_size,
         "layout": [[m.name, m.rows, m.cols] for m in layout.matrices] if layout else [],
         "progress": _pack_progress(engine.progress),
         "slots": {slot.name: _pack_slot(slot) for slot in engine.memory.slots.values()},
         "buckets": engine.registry.buckets(),
         "window": None if observer is None else observer.state_dict(engine.spans()),
     }
+
+
+def plain_options(controller: Any) -> dict[str, str]:
+    """What the fields of a controller that is a dataclass say, as texts, but for functions and objects.
+
+    >>> from edgc_ddp.controllers import Dense, Selective
+    >>> plain_options(Selective(Dense(), dense=("*wte*",)))
+    {'inner': 'Dense', 'inner.window': 'None', 'compress': "('*',)", 'dense': "('*wte*',)"}
+    """
+    options: dict[str, str] = {}
+    if not is_dataclass(controller):
+        return options
+    for option in fields(controller):
+        value = getattr(controller, option.name)
+        # A finished run may go on for longer.
+        if option.name == "total_steps":
+            continue
+        if is_dataclass(value) and not isinstance(value, type):
+            options[option.name] = type(value).__name__
+            inner = plain_options(value).items()
+            options.update({f"{option.name}.{name}": text for name, text in inner})
+        elif _is_plain(value):
+            options[option.name] = repr(value)
+    return options
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(_is_plain(part) for pair in value.items() for part in pair)
+    if isinstance(value, list | tuple):
+        return all(_is_plain(part) for part in value)
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _pack_progress(progress: Progress) -> dict[str, Any]:
@@ -62,8 +97,9 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().clone()
 
 
-def check(engine: Engine, packed: Mapping[str, Any], world_size: int | None) -> None:
-    """Raise ValueError unless ``packed`` is a whole state of this model and controller."""
+def check(engine: Engine, packed: Mapping[str, Any], world_size: int) -> None:
+    """Raise ValueError unless ``packed`` is a whole state of this model, controller and ``world_size``
+    (0 = not known yet)."""
     if not isinstance(packed, Mapping) or (missing := _KEYS - set(packed)):
         what = f"lacks {sorted(missing)}" if isinstance(packed, Mapping) else "is no dictionary"
         raise ValueError(f"this is no EDGCState.state_dict(): it {what}")
@@ -72,23 +108,81 @@ def check(engine: Engine, packed: Mapping[str, Any], world_size: int | None) -> 
             f"the state has version {packed['version']!r}, this edgc_ddp reads {VERSION}: load it with "
             "the edgc_ddp that wrote it"
         )
+    _check_controller(engine, packed)
+    if world_size and packed["world_size"] and packed["world_size"] != world_size:
+        raise ValueError(
+            f"the state is one of {packed['world_size']} ranks, this run has {world_size}: join the "
+            "states of all ranks first, edgc_ddp.checkpoint.merge([...], world_size)"
+        )
+    with _damage("slots"):
+        for name, entry in packed["slots"].items():
+            _check_slot(name, entry)
+    _check_model(engine, packed["slots"])
+    with _damage("progress"):
+        progress = _progress(engine, packed)
+        if not (_is_count(progress.step) and _is_count(progress.plan.until)):
+            raise ValueError(f"step {progress.step!r}, next decision {progress.plan.until!r}")
+    with _damage("layout"):
+        _check_layout(packed, progress.plan)
+    with _damage("window"):
+        _check_window(packed, progress.plan)
+    if not all(_is_count(size) for size in packed["buckets"]):
+        raise ValueError(f"the state is damaged: its buckets are {packed['buckets']!r}")
+
+
+@contextlib.contextmanager
+def _damage(part: str) -> Iterator[None]:
+    """Whatever goes wrong while a part is read, the state is to blame for it."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"the state is damaged, in its {part}: {type(error).__name__}, {error}; load an earlier one"
+        ) from error
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _check_controller(engine: Engine, packed: Mapping[str, Any]) -> None:
     mine = type(engine.controller).__name__
     if packed["controller"] != mine:
         raise ValueError(
             f"the state was written under controller {packed['controller']}, this run has {mine}: use "
             "the same controller, or start without the state"
         )
-    if world_size and packed["world_size"] and packed["world_size"] != world_size:
-        raise ValueError(
-            f"the state is one of {packed['world_size']} ranks, this run has {world_size}: join the "
-            "states of all ranks first, edgc_ddp.checkpoint.merge([...], world_size)"
-        )
-    _check_slots(engine, packed["slots"])
+    # Absent where an earlier version wrote the state, or a controller has none.
+    theirs, here = packed.get("options") or {}, plain_options(engine.controller)
+    for name, text in theirs.items():
+        if here.get(name) != text:
+            raise ValueError(
+                f"the state was written under {mine} with {name}={text}, this run has "
+                f"{name}={here.get(name)}: set {name}={text}, or start without the state"
+            )
 
 
-def _check_slots(engine: Engine, slots: Mapping[str, Any]) -> None:
+def _check_slot(name: str, entry: Mapping[str, Any]) -> None:
+    residual, basis, rank = entry["residual"], entry["basis"], entry["rank"]
+    sides = tuple(entry["sides"]) if entry["sides"] else None
+    if not _is_count(rank) or rank > (min(sides) if sides else 0):
+        raise ValueError(f"the rank of {name!r} is {rank!r}")
+    if residual is not None and residual.shape != (entry["numel"],):
+        raise ValueError(f"the residual of {name!r} has another size")
+    if (basis is None) != (rank == 0):
+        raise ValueError(f"at rank {rank} the basis of {name!r} {'lacks' if rank else 'is there'}")
+    if basis is not None and (sides is None or basis.shape != (max(sides), rank)):
+        raise ValueError(f"the basis of {name!r} has another shape")
+    for what, tensor in (("residual", residual), ("basis", basis)):
+        if tensor is not None and not torch.isfinite(tensor).all():
+            raise ValueError(f"the {what} of {name!r} is not finite")
+
+
+def _check_model(engine: Engine, slots: Mapping[str, Any]) -> None:
     expected = engine.registry.expected()
-    if expected is not None and (odd := sorted(set(expected) ^ set(slots))):
+    if expected is None:
+        return
+    if odd := sorted(set(expected) ^ set(slots)):
         where = "the state" if odd[0] in slots else "the model"
         raise ValueError(
             f"the state is of another model: only {where} has a parameter {odd[0]!r}. Load the "
@@ -96,22 +190,54 @@ def _check_slots(engine: Engine, slots: Mapping[str, Any]) -> None:
         )
     for name, entry in slots.items():
         sides = tuple(entry["sides"]) if entry["sides"] else None
-        if expected is not None and expected[name] != (entry["numel"], sides):
+        if expected[name] != (entry["numel"], sides):
             raise ValueError(
                 f"the state is of another model: parameter {name!r} is matrix {sides} there and "
                 f"{expected[name][1]} here"
             )
-        residual, basis, rank = entry["residual"], entry["basis"], entry["rank"]
-        if residual is not None and residual.shape != (entry["numel"],):
-            raise ValueError(f"the state is damaged: the residual of {name!r} has another size")
-        if basis is not None and (sides is None or basis.shape != (max(sides), rank)):
-            raise ValueError(f"the state is damaged: the basis of {name!r} has another shape")
 
 
-def unpack(engine: Engine, packed: Mapping[str, Any]) -> None:
-    """Put a checked state in force. Tensors go to the device when their gradient arrives."""
-    # What is known of the residuals at hand says nothing of those to come.
-    engine.memory.free_sent()
+def _check_layout(packed: Mapping[str, Any], plan: Plan) -> None:
+    """Once something was decided, layout, plan and slots speak of the same matrices and ranks."""
+    if packed["window"] is None:
+        return
+    if not packed["world_size"]:
+        raise ValueError("the world size lacks")
+    slots = packed["slots"].items()
+    matrices = {(n, min(e["sides"]), max(e["sides"])) for n, e in slots if e["sides"]}
+    if {tuple(entry) for entry in packed["layout"]} != matrices:
+        raise ValueError("it does not name the matrices that there are")
+    if dict(plan.ranks) != {name: packed["slots"][name]["rank"] for name, _, _ in matrices}:
+        raise ValueError("the plan has other ranks than the matrices")
+
+
+def _check_window(packed: Mapping[str, Any], plan: Plan) -> None:
+    if packed["window"] is None:
+        return
+    observer = Observer(_layout(packed), torch.device("cpu"))
+    observer.reset(plan)
+    fresh = observer.state_dict([])
+    observer.load_state_dict(packed["window"])
+    loaded = observer.state_dict(observer.spans)  # type: ignore[arg-type]
+    if not _is_count(observer.steps) or _shapes(loaded) != _shapes(fresh):
+        raise ValueError("its sums are not those of the plan in force")
+
+
+def _shapes(window: Mapping[str, Any]) -> list[Any]:
+    factors = window["factors"]
+    tensors = [
+        window["sums"],
+        window["curve"],
+        *(factors[k] for k in ("scalars", "captured", "probes")),
+    ]
+    return [factors["ranks"], factors["heights"], *(tensor.shape for tensor in tensors)]
+
+
+def _layout(packed: Mapping[str, Any]) -> Layout:
+    return Layout(tuple(MatrixSpec(*entry) for entry in packed["layout"]), packed["world_size"])
+
+
+def _progress(engine: Engine, packed: Mapping[str, Any]) -> Progress:
     progress = dict(packed["progress"])
     # Before the first decision the plan names no matrix, and torch's distributed checkpoints keep no
     # empty dictionary.
@@ -121,23 +247,35 @@ def unpack(engine: Engine, packed: Mapping[str, Any]) -> None:
         if sampling["estimator"] is None:
             sampling["estimator"] = getattr(engine.controller, "estimator", "gaussian")
         sampling = Sampling(**sampling)
-    engine.progress = Progress(plan=Plan(**plan, sampling=sampling), **progress)
-    engine.progress.history = [dict(entry) for entry in progress["history"]]
-    matrices = tuple(MatrixSpec(*entry) for entry in packed["layout"])
-    engine.layout = Layout(matrices, packed["world_size"]) if packed["world_size"] else None
-    index = {matrix.name: place for place, matrix in enumerate(matrices)}
-    engine.registry.expect(packed["buckets"])
+    progress["history"] = [dict(entry) for entry in progress["history"]]
+    return Progress(plan=Plan(**plan, sampling=sampling), **progress)
+
+
+def unpack(engine: Engine, packed: Mapping[str, Any]) -> None:
+    """Put a checked state in force. Tensors of parameters that have been met go to their device, others
+    when their gradient arrives."""
+    # What is known of the residuals at hand says nothing of those to come.
+    engine.memory.free_sent()
+    engine.progress = _progress(engine, packed)
+    # Nothing is decided before there is a window.
+    decided = packed["window"] is not None
+    engine.layout = _layout(packed) if decided else None
+    index = {entry[0]: place for place, entry in enumerate(packed["layout"])}
+    engine.registry.expect(packed["buckets"], packed["world_size"])
+    slots = engine.memory.slots
+    for name in set(slots) - set(packed["slots"]):
+        # Of another state that was loaded before this one.
+        del slots[name]
     for name, entry in packed["slots"].items():
-        slot = engine.memory.slots.get(name)
-        if slot is None:
-            sides = tuple(entry["sides"]) if entry["sides"] else None
-            slot = engine.memory.slots[name] = Slot(name, entry["numel"], sides)
+        sides = tuple(entry["sides"]) if entry["sides"] else None
+        slot = slots.setdefault(name, Slot(name, entry["numel"], sides))
+        slot.numel, slot.sides = entry["numel"], sides
         slot.index, slot.rank = index.get(name, -1), entry["rank"]
         slot.residual, slot.basis_NR = _copy(entry["residual"]), _copy(entry["basis"])
+    device = engine.registry.settle()
     engine.observer = None
-    if packed["window"] is not None:
-        assert engine.layout is not None
-        engine.observer = Observer(engine.layout, packed["window"]["sums"].device)
+    if engine.layout is not None:
+        engine.observer = Observer(engine.layout, device or packed["window"]["sums"].device)
         engine.observer.load_state_dict(packed["window"])
 
 

@@ -57,7 +57,8 @@ class Engine:
 
     def submit(self, bucket: GradBucket) -> TensorFuture:
         """Start averaging one bucket. Called by DDP, in bucket order, while backward goes on."""
-        buffer = bucket.buffer()
+        # Under create_graph a gradient is part of a graph itself; its average is not.
+        buffer = bucket.buffer().detach()
         if buffer.is_complex():
             # Only the zeros that stand for a rank which has joined come so.
             buffer = torch.view_as_real(buffer).flatten()

@@ -45,9 +45,9 @@ class FactorSums:
         heights = [
             matrix.rows if rank else 0 for matrix, rank in zip(matrices, self.ranks, strict=True)
         ]
-        self.scalars = torch.zeros(len(matrices), 5, device=self.device)
-        self.captured = torch.zeros(sum(self.ranks), device=self.device)
-        self.probes = torch.zeros(sum(heights), device=self.device)
+        self.scalars = torch.zeros(len(matrices), 5, dtype=torch.float32, device=self.device)
+        self.captured = torch.zeros(sum(self.ranks), dtype=torch.float32, device=self.device)
+        self.probes = torch.zeros(sum(heights), dtype=torch.float32, device=self.device)
         self._split(heights)
 
     def _split(self, heights: Sequence[int]) -> None:

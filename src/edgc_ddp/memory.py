@@ -145,6 +145,7 @@ class ParameterMemory:
     def free_sent(self) -> None:
         """Give back the memory of residuals that were sent whole. Waits for the device if there are."""
         for slot, sent in self._sent:
-            if sent:
+            # What did not fit the gradient's type is owed again.
+            if sent and slot.residual is not None and not slot.residual.any():
                 slot.residual = None
         self._sent.clear()

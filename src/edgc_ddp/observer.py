@@ -43,8 +43,10 @@ class Observer:
         self.spans = []
         count = len(self.layout.matrices)
         # Float32 on the device is enough for means of a window and runs everywhere.
-        self.sums = torch.zeros(count, _FIELDS, device=self.device)
-        self.curve = torch.zeros(probe_rank + 1 if probe_rank else 0, device=self.device)
+        self.sums = torch.zeros(count, _FIELDS, dtype=torch.float32, device=self.device)
+        self.curve = torch.zeros(
+            probe_rank + 1 if probe_rank else 0, dtype=torch.float32, device=self.device
+        )
 
     def move_to(self, device: torch.device) -> None:
         """Bring what a checkpoint left elsewhere to where the gradients are."""

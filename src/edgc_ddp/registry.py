@@ -27,6 +27,8 @@ class Registry:
         self.first_buckets: list[int] = []
         """How many parameters each bucket of the first iteration had."""
         self._expected_buckets: list[int] = []
+        self.world_size = 0
+        """Ranks of the run whose checkpoint was loaded; 0 when none was, or it did not say."""
         self._by_id: dict[int, tuple[Tensor, Slot]] = {}
         # Parameters are kept, since an id may be given again once its object is gone.
         self._names: dict[int, tuple[Tensor, str]] | None = None
@@ -34,13 +36,21 @@ class Registry:
         if model is not None:
             ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
             named = [(n, p) for n, p in model.named_parameters() if n not in ignored]
-            self._names = {id(p): (p, _plain(n)) for n, p in named}
+            names = _plain([name for name, _ in named])
+            self._names = {id(p): (p, n) for (_, p), n in zip(named, names, strict=True)}
             self._sparse = {self._names[i][1] for i in _sparse_ids(model) if i in self._names}
 
-    def expect(self, first_buckets: Sequence[int]) -> None:
-        """The slots now come from a checkpoint of a run whose first buckets were these."""
+    def expect(self, first_buckets: Sequence[int], world_size: int) -> None:
+        """The slots now come from a checkpoint of a run of that size whose first buckets were these."""
         self.loaded = True
+        self.world_size = world_size
         self._expected_buckets = list(first_buckets)
+
+    def settle(self) -> torch.device | None:
+        """Bring loaded slots to the parameters that were met before; their device, None before any."""
+        for parameter, slot in self._by_id.values():
+            slot.move_to(parameter.device)
+        return next((parameter.device for parameter, _ in self._by_id.values()), None)
 
     def buckets(self) -> list[int]:
         """How many parameters each bucket of the first iteration had, in this run or the one loaded."""
@@ -124,6 +134,7 @@ class Registry:
             "loaded": self.loaded or self.closed,
             "first_buckets": [],
             "_expected_buckets": self.buckets(),
+            "world_size": self.world_size,
             "_by_id": {},
             "_names": names,
             "_sparse": self._sparse,
@@ -145,7 +156,15 @@ class Registry:
         return twin
 
     def layout(self, world_size: int) -> Layout:
-        """All compressible matrices, in the model's order (else in order of arrival)."""
+        """All compressible matrices, in the model's order (else in order of arrival).
+
+        Raises ValueError when the loaded state is one of another number of ranks.
+        """
+        if self.world_size not in (0, world_size):
+            raise ValueError(
+                f"the loaded state is one of {self.world_size} ranks, this run has {world_size}: join the "
+                "states of all ranks first, edgc_ddp.checkpoint.merge([...], world_size)"
+            )
         names = list(self.memory.slots)
         if self._names is not None:
             position = {name: place for place, (_, name) in enumerate(self._names.values())}
@@ -176,8 +195,28 @@ def _sparse_ids(model: torch.nn.Module) -> Iterator[int]:
             yield id(module.weight)
 
 
-def _plain(name: str) -> str:
-    """The name without what DDP and torch.compile put before it."""
+def _plain(names: Sequence[str]) -> list[str]:
+    """The names without what DDP and torch.compile put before them.
+
+    A model's own child may be called ``module`` too: what only some names have stays where two names
+    would become one.
+
+    >>> _plain(["module.fc.weight", "module._orig_mod.head.weight"])
+    ['fc.weight', 'head.weight']
+    >>> _plain(["module.module.head.weight", "module.head.weight"])
+    ['module.head.weight', 'head.weight']
+    """
+    plain = [_stripped(name) for name in names]
+    if len(set(plain)) == len(plain):
+        return plain
+    common = list(names)
+    for wrapper in _WRAPPERS * max(name.count(".") for name in names):
+        if all(name.startswith(wrapper) for name in common):
+            common = [name.removeprefix(wrapper) for name in common]
+    return common
+
+
+def _stripped(name: str) -> str:
     while name.startswith(_WRAPPERS):
         name = name.removeprefix(_WRAPPERS[0]).removeprefix(_WRAPPERS[1])
     return name

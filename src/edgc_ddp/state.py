@@ -142,19 +142,26 @@ class EDGCState:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: tensors and plain values. Save one per rank, since residuals differ."""
-        return checkpoint.pack(self.engine)
+        # Tensors made in inference mode could not be written to when training goes on.
+        with torch.inference_mode(False):
+            return checkpoint.pack(self.engine, self._world_size())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state that :meth:`state_dict` gave on the same rank.
 
         Raises:
-            ValueError: it is damaged, of another model, controller or world size. Nothing was changed.
+            ValueError: it is damaged, of another model, controller (its options included, but for
+                ``total_steps``) or world size. Nothing was changed.
         """
-        world_size = None
+        with torch.inference_mode(False):
+            checkpoint.check(self.engine, state_dict, self._world_size())
+            checkpoint.unpack(self.engine, state_dict)
+
+    def _world_size(self) -> int:
+        """0 where there is no process group."""
         if dist.is_available() and dist.is_initialized():
-            world_size = dist.get_world_size(self.engine.process_group)
-        checkpoint.check(self.engine, state_dict, world_size)
-        checkpoint.unpack(self.engine, state_dict)
+            return dist.get_world_size(self.engine.process_group)
+        return 0
 
     def close(self) -> None:
         """Stop the worker thread; done at interpreter exit otherwise."""

@@ -65,7 +65,9 @@ def random_basis(cols: int, rank: int, generator: torch.Generator) -> Tensor:
     torch.Size([8, 2])
     """
     assert rank <= cols, f"{rank} orthonormal columns do not fit into {cols} rows"
-    drawn_NR = torch.randn(cols, rank, generator=generator, device=generator.device)
+    drawn_NR = torch.randn(
+        cols, rank, generator=generator, device=generator.device, dtype=torch.float32
+    )
     return orthonormalise(drawn_NR)
 
 
@@ -92,7 +94,9 @@ def extend_basis(q_NR: Tensor, rank: int, generator: torch.Generator) -> Tensor:
     """
     cols, before = q_NR.shape
     assert before <= rank <= cols, f"a {cols} x {before} basis cannot grow to rank {rank}"
-    drawn = torch.randn(cols, rank - before, generator=generator, device=generator.device)
+    drawn = torch.randn(
+        cols, rank - before, generator=generator, device=generator.device, dtype=torch.float32
+    )
     both_NR = orthonormalise(torch.cat([q_NR, drawn.to(q_NR)], dim=1))
     norms_R = torch.linalg.vector_norm(q_NR, dim=0)
     nonzero_R = torch.where(norms_R > 0, norms_R, torch.inf)

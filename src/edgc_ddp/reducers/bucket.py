@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -89,4 +90,28 @@ def keep_residual(residual: Tensor, left: Tensor, ok: Tensor) -> None:
         left = torch.where(ok, left, residual.to(left.dtype))
     elif not ok:
         return
+    limit = torch.finfo(residual.dtype).max
+    if limit < torch.finfo(left.dtype).max:
+        # An infinite residual would make every later step infinite.
+        left = left.clamp(-limit, limit)
     residual.copy_(left)
+
+
+def hand_back(bucket: Bucket, average: Tensor, items: Iterable[Item], ok: Tensor) -> None:
+    """Write the average, laid out like the bucket, into DDP's buffer.
+
+    ``items`` are those parts of ``average`` that may be more than their gradients were; ``ok`` says that
+    they are finite. What of them does not fit half precision stays owed: it is equal on all ranks, so each
+    one's residual takes it.
+    """
+    if average is bucket.buffer:
+        return
+    if bucket.buffer.dtype == torch.float16:
+        limit = torch.finfo(torch.float16).max
+        for item in items:
+            # Not finite where the average is not, which is the step's news and goes on to the trainer.
+            cut = torch.where(ok, item.flat - item.flat.clamp(-limit, limit), 0)
+            item.flat.sub_(cut)
+            if item.slot.residual is not None:
+                item.slot.residual.add_(cut)
+    bucket.buffer.copy_(average)

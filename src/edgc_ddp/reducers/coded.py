@@ -17,14 +17,21 @@ import torch
 
 from edgc_ddp.lane import Lane, Task
 from edgc_ddp.memory import ParameterMemory
-from edgc_ddp.reducers.bucket import Bucket, add_residual, compute_dtype, keep_residual
+from edgc_ddp.reducers.bucket import (
+    Bucket,
+    add_residual,
+    compute_dtype,
+    hand_back,
+    keep_residual,
+)
 from edgc_ddp.reducers.used import erase_unused, write_flags
 from edgc_ddp.reducers.wire import Payload, begin_sum, largest_sizes, split
 
 
 def codes(bucket: Bucket, wire: torch.dtype) -> bool:
     """Whether the bucket gets smaller on a wire of this type."""
-    return bucket.buffer.is_floating_point() and wire.itemsize < bucket.buffer.itemsize
+    buffer = bucket.buffer
+    return buffer.is_floating_point() and wire.itemsize < buffer.itemsize and buffer.numel() > 0
 
 
 def reduce_coded(bucket: Bucket, lane: Lane, memory: ParameterMemory, wire: torch.dtype) -> Task:
@@ -60,6 +67,5 @@ def reduce_coded(bucket: Bucket, lane: Lane, memory: ParameterMemory, wire: torc
         erase_unused(place, used)
     for item, place in zip((*owing, *others), places, strict=True):
         item.flat.copy_(place)
-    if work is not bucket.buffer:
-        bucket.buffer.copy_(work)
+    hand_back(bucket, work, owing, ok)
     return bucket.buffer

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from edgc_ddp.lane import Lane, Task
 from edgc_ddp.memory import ParameterMemory
-from edgc_ddp.reducers.bucket import Bucket, Item, add_residual
+from edgc_ddp.reducers.bucket import Bucket, Item, add_residual, compute_dtype, hand_back
 from edgc_ddp.reducers.used import erase_unused, write_flags
 from edgc_ddp.reducers.wire import split
 
@@ -29,16 +29,18 @@ def _reduce_with_pending(
     bucket: Bucket, lane: Lane, memory: ParameterMemory, pending: list[Item]
 ) -> Task:
     """Leaving compression: what was not sent so far is sent now, whole."""
-    size = bucket.buffer.numel()
-    payload = bucket.buffer.new_empty(size + len(pending))
+    # A residual may be more than half precision holds, so these few steps are sent as they are computed.
+    size, compute = bucket.buffer.numel(), compute_dtype(bucket.buffer)
+    payload = bucket.buffer.new_empty(size + len(pending), dtype=compute)
     sums, flags_F = split(payload, [size, len(pending)])
     write_flags(pending, flags_F)
-    bucket.buffer.div_(lane.world_size)
-    add_pending(pending, scale=1 / lane.world_size)
-    sums.copy_(bucket.buffer)
+    sums.copy_(bucket.buffer).div_(lane.world_size)
+    owing = [item for item in bucket.items(sums) if item.slot.residual is not None]
+    add_pending(owing, scale=1 / lane.world_size)
     yield lane.all_reduce(payload, channel=0)
-    bucket.buffer.copy_(sums)
-    settle_pending(pending, memory, flags_F > 0, torch.isfinite(sums).all())
+    ok = torch.isfinite(sums).all()
+    settle_pending(owing, memory, flags_F > 0, ok)
+    hand_back(bucket, sums, owing, ok)
     return bucket.buffer
 
 

@@ -36,6 +36,7 @@ from edgc_ddp.reducers.bucket import (
     Settings,
     add_residual,
     compute_dtype,
+    hand_back,
     keep_residual,
 )
 from edgc_ddp.reducers.dense import add_pending, settle_pending
@@ -131,8 +132,7 @@ def reduce_low_rank(
     for item, place in zip(dense, dense_parts, strict=True):
         item.flat.copy_(place)
     settle_pending(pending, memory, used_pending, ok)
-    if work is not bucket.buffer:
-        bucket.buffer.copy_(work)
+    hand_back(bucket, work, items, ok & torch.isfinite(largest_sizes(q.flat)))
     return bucket.buffer
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import torch.distributed as dist
 FORMAT = 1
 KEPT = 2
 MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-\d+")
 AUTO = "auto"
 """``train.resume`` of a run that goes on from its own folder, if it has been there before."""
 
@@ -49,7 +52,7 @@ def save(
 
     ``training`` (written to the file ``part``, None on ranks that hold the same as another) and
     ``hook`` (every rank's, None without a hook) hold tensors and plain values; ``identity`` is what
-    :func:`check` later compares. Keeps the newest two.
+    :func:`check` later compares. Keeps the newest two up to this step: later ones are another run's.
     """
     rank, folder = dist.get_rank(), root / f"step-{step:08d}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +70,8 @@ def save(
         manifest = {"format": FORMAT, "step": step, "files": files, **identity}
         text = json.dumps(manifest, indent=1)
         write_atomically(folder / MANIFEST, lambda path: path.write_text(text))
-        for old in complete(root)[:-KEPT]:
+        past = [other for other in complete(root) if _step_of(other) <= step]
+        for old in past[:-KEPT]:
             # The manifest goes first: a half-deleted folder must not look complete.
             (old / MANIFEST).unlink()
             shutil.rmtree(old)
@@ -85,17 +89,56 @@ def part_file(stage: int) -> str:
 
 
 def complete(root: Path) -> list[Path]:
-    """The finished checkpoints under ``root``, oldest first."""
-    return sorted(manifest.parent for manifest in root.glob(f"step-*/{MANIFEST}"))
+    """The finished checkpoints under ``root``, the one of the fewest steps first."""
+    found = (manifest.parent for manifest in root.glob(f"step-*/{MANIFEST}"))
+    return sorted((folder for folder in found if _NAME.fullmatch(folder.name)), key=_step_of)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 def own_newest(run: Path) -> Path | None:
-    """The newest finished checkpoint of the run in this folder, the same on all ranks; None where there is
-    none. Collective."""
-    newest: list[Path | None] = [None, *complete(run / "checkpoints")][-1:]
+    """The newest whole checkpoint of the run in this folder, the same on all ranks; None where none was
+    ever finished. Collective.
+
+    Says on stderr which damaged ones it passed by. Raises ValueError when all are damaged.
+    """
     # Rank 0's word, should a file system show the others less.
-    dist.broadcast_object_list(newest, src=0)
-    return newest[0]
+    answer: list[tuple[Path | None, list[str]]] = [_newest_whole(run / "checkpoints")]
+    dist.broadcast_object_list(answer, src=0)
+    newest, damages = answer[0]
+    if newest is None and damages:
+        raise ValueError(
+            f"{damages[0]}, and so on: no checkpoint in {run} is whole; move its folder checkpoints away "
+            "to start again"
+        )
+    if dist.get_rank() == 0:
+        for damage in damages:
+            print(f"edgc_ddp.train: {damage}; going on from {newest}", file=sys.stderr, flush=True)
+    return newest
+
+
+def _newest_whole(root: Path) -> tuple[Path | None, list[str]]:
+    """It, and what is wrong with those that are newer."""
+    damages: list[str] = []
+    for folder in reversed(complete(root)):
+        try:
+            _whole_manifest(folder)
+        except ValueError as error:
+            damages.append(str(error))
+        else:
+            return folder, damages
+    return None, damages
+
+
+def check_unused(run: Path) -> None:
+    """Raise ValueError when a run that starts anew would share its folder with another's checkpoints."""
+    if found := complete(run / "checkpoints"):
+        raise ValueError(
+            f"train.resume=null: {run} holds the checkpoints of another run, {found[-1].name} among them; "
+            f"set train.resume={AUTO} to go on with that run, or another hydra.run.dir"
+        )
 
 
 def find(given: str) -> Path:
@@ -121,21 +164,7 @@ def check(folder: Path, identity: Mapping[str, Any]) -> int:
     ``identity`` has ``world_size``, ``controller`` (None without a hook), ``parameters`` and, where the
     model is cut into a pipeline, ``stages``.
     """
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        step, files = int(manifest["step"]), dict(manifest["files"])
-        known = manifest["format"] == FORMAT
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"train.resume={folder}: {MANIFEST} cannot be read ({error})") from error
-    if not known:
-        raise ValueError(
-            f"train.resume={folder}: format {manifest['format']}, this version reads {FORMAT}"
-        )
-    for name, size in files.items():
-        found = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if found != size:
-            state = "is missing" if found is None else f"has {found} bytes instead of {size}"
-            raise ValueError(f"train.resume={folder}: {name} {state}; use an earlier checkpoint")
+    manifest = _whole_manifest(folder)
     remedies = {
         "world_size": "nproc",
         "stages": "parallel.pp",
@@ -149,7 +178,27 @@ def check(folder: Path, identity: Mapping[str, Any]) -> int:
                 f"{mine[key]}; set {remedy} as in the first run"
             )
     _check_parameters(folder, manifest.get("parameters"), identity["parameters"])
-    return step
+    return int(manifest["step"])
+
+
+def _whole_manifest(folder: Path) -> dict[str, Any]:
+    """What the checkpoint says of itself. Raises ValueError unless all its files are there in full."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest["step"], files = int(manifest["step"]), dict(manifest["files"])
+        known = manifest["format"] == FORMAT
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"train.resume={folder}: {MANIFEST} cannot be read ({error})") from error
+    if not known:
+        raise ValueError(
+            f"train.resume={folder}: format {manifest['format']}, this version reads {FORMAT}"
+        )
+    for name, size in files.items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found != size:
+            state = "is missing" if found is None else f"has {found} bytes instead of {size}"
+            raise ValueError(f"train.resume={folder}: {name} {state}; use an earlier checkpoint")
+    return manifest  # type: ignore[no-any-return]
 
 
 def _check_parameters(folder: Path, theirs: Any, mine: Mapping[str, list[int]]) -> None:
