@@ -161,8 +161,8 @@ def draw(results: dict[str, list[Times]], path: Path) -> None:
         axes.set_title(title, fontsize=10)
         axes.set_xticks(range(len(middle_of(next(iter(results.values()))))))
         axes.set_xlabel("stage")
-        axes.legend(frameon=False, fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
+    energy_axes.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=150)
 
 
