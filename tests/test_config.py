@@ -298,6 +298,6 @@ def test_a_start_in_a_folder_with_checkpoints_is_refused(
     assert run_main(monkeypatch, tmp_path, "hydra.run.dir=run") == 2
     said = capfd.readouterr().err
     assert "step-00000005" in said and "train.resume=auto" in said and said.count("\n") == 1
-    monkeypatch.setattr(validate, "check", lambda config, world_size: None)
+    monkeypatch.setattr(app.checkpoint, "check_unused", lambda run: None)
     with pytest.raises(AssertionError, match="a rank would have been started"):
         run_main(monkeypatch, tmp_path, "hydra.run.dir=run")

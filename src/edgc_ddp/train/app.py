@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
@@ -15,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from edgc_ddp.train import validate
+from edgc_ddp.train import checkpoint, validate
 from edgc_ddp.train.launch import launch
 from edgc_ddp.train.schema import Config, register
 from edgc_ddp.train.worker import Job, work
@@ -47,13 +48,16 @@ def _task(composed: DictConfig) -> None:
     try:
         config = settings(composed)
         validate.check(config, int(os.environ["WORLD_SIZE"]) if is_rank else config.nproc)
+        folder = HydraConfig.get().runtime.output_dir
+        if config.train.resume is None:
+            checkpoint.check_unused(Path(folder))
     except (ValueError, OmegaConfBaseException) as error:
         _refuse(_one_line(error))
     job = Job(
         config=config,
         config_text=OmegaConf.to_yaml(composed, resolve=True),
         controller_name=HydraConfig.get().runtime.choices.get("controller", "controller"),
-        folder=HydraConfig.get().runtime.output_dir,
+        folder=folder,
     )
     summary = work(job) if is_rank else _launch(job)
     if summary is not None:

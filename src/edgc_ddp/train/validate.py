@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -74,9 +73,7 @@ def check(config: Config, world_size: int) -> None:
         EDGCState(controller=controller, **hook_options(config.hook)).close()
     except ValueError as error:
         raise ValueError(f"hook.{error}") from error
-    if config.train.resume is None and HydraConfig.initialized():
-        checkpoint.check_unused(Path(HydraConfig.get().runtime.output_dir))
-    elif config.train.resume == checkpoint.AUTO:
+    if config.train.resume == checkpoint.AUTO:
         _check_auto_resume(config)
     elif config.train.resume is not None:
         folder = checkpoint.find(config.train.resume)
