@@ -6,9 +6,7 @@ What differs from ``python -m edgc_ddp.train`` is the hook alone; the last line 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,14 +46,7 @@ def compose(kind: str, start_iter: int, folder: Path, overrides: list[str]) -> O
 def work(told: OutsiderJob) -> dict[str, Any] | None:
     """Train as one rank of a started group; rank 0 returns the run's summary."""
     with worker.process_group() as device:
-        try:
-            return _run(told, device)
-        except BaseException as error:
-            traceback.clear_frames(error.__traceback__)
-            raise
-        finally:
-            # DDP must be gone before its group is: see edgc_ddp.train.worker.
-            gc.collect()
+        return _run(told, device)
 
 
 def _run(told: OutsiderJob, device: torch.device) -> dict[str, Any] | None:

@@ -20,13 +20,12 @@ from scenes import (
     train_step,
     wrap,
 )
-from test_wire import kept
+from test_wire import SHAPES, kept
 
 from edgc_ddp import EDGCState
 from edgc_ddp.controllers import Dense, Scheduled
 
 Pools = Callable[[int], Ranks]
-SHAPES = [(24, 40), (40, 24), (16,), (24, 40), (8, 3, 2, 2), ()]
 WIRES = ["bf16", "int8"]
 
 

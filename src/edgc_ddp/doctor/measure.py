@@ -60,19 +60,22 @@ class Job:
 def work(job: Job) -> dict[str, Any] | None:
     """Measure as one rank. Rank 0 returns the facts and the advice as plain values, the others None."""
     with process_group() as device:
-        world_size = dist.get_world_size()
-        if world_size < 2:
-            raise ValueError("a single process has nothing to average: start at least two")
-        torch.manual_seed(0)
-        model, loss = find(job.model)(device, job.batch)
-        bench = Bench(model.to(device), loss, device)
-        try:
-            facts = _facts(job, bench)
-            advice = _advice(job, bench, facts)
-        finally:
-            bench.lane.close()
-        told = {"facts": asdict(facts), "advice": asdict(advice)}
-        return told if dist.get_rank() == 0 else None
+        return _measure(job, device)
+
+
+def _measure(job: Job, device: torch.device) -> dict[str, Any] | None:
+    if dist.get_world_size() < 2:
+        raise ValueError("a single process has nothing to average: start at least two")
+    torch.manual_seed(0)
+    model, loss = find(job.model)(device, job.batch)
+    bench = Bench(model.to(device), loss, device)
+    try:
+        facts = _facts(job, bench)
+        advice = _advice(job, bench, facts)
+    finally:
+        bench.lane.close()
+    told = {"facts": asdict(facts), "advice": asdict(advice)}
+    return told if dist.get_rank() == 0 else None
 
 
 def _advice(job: Job, bench: Bench, facts: Facts) -> Advice:

@@ -49,15 +49,7 @@ class Job:
 def work(job: Job) -> dict[str, Any] | None:
     """Train as one rank of a started group. Rank 0 returns the run's summary, the others None."""
     with process_group() as device:
-        try:
-            return _run(job, device)
-        except BaseException as error:
-            traceback.clear_frames(error.__traceback__)
-            raise
-        finally:
-            # DDP must be gone before the group is. As the group's last owner it would end the group with
-            # Python's lock held, while a thread of Gloo may need that lock to drop a tensor: a deadlock.
-            gc.collect()
+        return _run(job, device)
 
 
 def _run(job: Job, device: torch.device) -> dict[str, Any] | None:
@@ -73,7 +65,10 @@ def _run(job: Job, device: torch.device) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def process_group() -> Iterator[torch.device]:
-    """The group of torchrun's environment: NCCL with a GPU for each local rank, else Gloo."""
+    """The group of torchrun's environment: NCCL with a GPU for each local rank, else Gloo.
+
+    What uses it, DDP above all, should live in a function that is called inside and has returned by then.
+    """
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     # One store serves all attempts of torchrun --max-restarts: without names of its own, an attempt
     # would find the addresses of processes that are gone.
@@ -91,7 +86,13 @@ def process_group() -> Iterator[torch.device]:
         dist.init_process_group("gloo", **members)
     try:
         yield device
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
     finally:
+        # DDP must be gone before the group is. As the group's last owner it would end the group with
+        # Python's lock held, while a thread of Gloo may need that lock to drop a tensor: a deadlock.
+        gc.collect()
         dist.destroy_process_group()
 
 
