@@ -53,7 +53,12 @@ MUTATIONS = (
         "a_MN.addmm_(p_RM.t(), q_RN, alpha=-lane.world_size)",
         "a_MN.addmm_(p_RM.t(), q_RN, alpha=-1)",
     ),
-    Mutation("bad steps are remembered", LOW_RANK, "    elif not ok:\n        return\n", ""),
+    Mutation(
+        "bad steps are remembered", "reducers/bucket.py", "    elif not ok:\n        return\n", ""
+    ),
+    Mutation(
+        "skipped steps take along what was owed", "engine.py", "        self.ledger.close()\n", ""
+    ),
     Mutation(
         "overflow in Q is remembered",
         LOW_RANK,
@@ -63,7 +68,7 @@ MUTATIONS = (
     Mutation(
         "pending residual is dropped",
         "reducers/dense.py",
-        "    add_pending(pending, scale=1 / lane.world_size)\n",
+        "    add_pending(owing, scale=1 / lane.world_size)\n",
         "",
     ),
     Mutation(
@@ -78,6 +83,13 @@ MUTATIONS = (
         "used_F = flags_F > 0",
         "used_F = flags_F > -1",
         ("test_reliability_unused.py",),
+    ),
+    Mutation(
+        "rounding in coded warm-up is forgotten",
+        "reducers/coded.py",
+        "        item.flat.sub_(place, alpha=lane.world_size)\n",
+        "        item.flat.zero_()\n",
+        ("test_coded.py",),
     ),
     Mutation(
         "strides are ignored",

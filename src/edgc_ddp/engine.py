@@ -25,6 +25,7 @@ from edgc_ddp.reducers.bucket import Bucket, Settings
 from edgc_ddp.reducers.coded import codes, reduce_coded
 from edgc_ddp.reducers.dense import reduce_dense
 from edgc_ddp.reducers.low_rank import reduce_low_rank
+from edgc_ddp.reducers.skipped import Ledger
 from edgc_ddp.reducers.sparse import reduce_sparse
 from edgc_ddp.registry import Registry
 
@@ -43,6 +44,7 @@ class Engine:
         self.controller = controller
         self.registry = registry
         self.memory: ParameterMemory = registry.memory
+        self.ledger = Ledger()
         self.settings = settings
         self.process_group = process_group
         self.progress = Progress(Plan({}, phase="start", until=start_iter))
@@ -142,15 +144,17 @@ class Engine:
         progress.dense_bytes += lane.traffic(payload_bytes(bucket.buffer))
         observer = None if bucket.buffer.is_sparse else self._sample(bucket)
         if bucket.buffer.is_sparse:
-            average = yield from reduce_sparse(bucket, lane)
+            average = yield from reduce_sparse(bucket, lane, self.ledger)
         elif any(self.settings.compresses(slot) for slot in bucket.slots):
-            average = yield from reduce_low_rank(bucket, lane, self.settings, self.memory, observer)
+            average = yield from reduce_low_rank(
+                bucket, lane, self.settings, self.memory, self.ledger, observer
+            )
         else:
             wire = self.settings.dense_wire
             if wire is not None and codes(bucket, wire):
-                average = yield from reduce_coded(bucket, lane, self.memory, wire)
+                average = yield from reduce_coded(bucket, lane, self.memory, self.ledger, wire)
             else:
-                average = yield from reduce_dense(bucket, lane, self.memory)
+                average = yield from reduce_dense(bucket, lane, self.memory, self.ledger)
             self._probe(bucket)
         self._finished += 1
         # Buckets may finish out of order, but they start in order: after the last one's start, the
@@ -166,6 +170,7 @@ class Engine:
         self.memory.free_sent()
         if self.progress.step >= self.progress.plan.until:
             self._decide(lane)
+        self.ledger.begin(owing=self.memory.owes())
 
     def _follow(self, loss_scale: float) -> None:
         """Residuals are gradients under the loss scale of their time: bring them to this one."""
@@ -174,6 +179,7 @@ class Engine:
             self.memory.rescale(loss_scale / before)
 
     def _end_iteration(self, lane: Lane) -> None:
+        self.ledger.close()
         progress = self.progress
         if self.observer is not None:
             assert self._began is not None
