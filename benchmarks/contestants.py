@@ -1,4 +1,4 @@
-"""Who is measured, written as ``KIND[-rRANK][-WIRE][@BUCKET_MB]``, and what each claims to send."""
+"""Who is measured, written ``KIND[-rRANK][-WIRE][~RESIDUAL][@BUCKET_MB]``, and what each claims to send."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from edgc_ddp.options import DTYPES
 
 DENSE = ("none", "ddp", "fp16", "bf16")
+CONTROLLED = ("auto",)
 LOW_RANK = ("powersgd", "epfml", "edgc")
 MEANING = {
     "none": "no communication: a hook that returns the bucket at once (headroom, not a method)",
@@ -21,8 +22,13 @@ MEANING = {
     "epfml": "epfml/powersgd after backward, from the checkout that --epfml names, "
     "num_iters_per_step=2 as in its README (its default, 1, sends one factor per step)",
     "edgc": "edgc_hook with FixedRank, start_iter=2, error feedback",
+    "auto": "edgc_hook as it is by default, bounds measured, but with windows and a warm-up of 10 steps; "
+    "measured from its first decision after calibration on",
 }
 _ELEMENT_BYTES = {"none": 0, "ddp": 4, "fp16": 2, "bf16": 2}
+_NAME = re.compile(
+    r"([a-z]+\d*)(?:-r(\d+))?(?:-([a-z]+\d*))?(?:~([a-z]+\d*))?(?:@(\d+(?:\.\d+)?))?"
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class Contestant:
     rank: int = 0
     wire: str = ""
     cap_mb: float | None = None
+    residual: str = "fp32"
 
     @property
     def name(self) -> str:
@@ -40,11 +47,14 @@ class Contestant:
 
         >>> Contestant("edgc", 16, "bf16", 4).name
         'edgc-r16-bf16@4'
+        >>> Contestant("edgc", 16, "bf16", residual="bf16").name
+        'edgc-r16-bf16~bf16'
         """
         rank = f"-r{self.rank}" if self.rank else ""
         wire = f"-{self.wire}" if self.wire else ""
         cap = f"@{self.cap_mb:g}" if self.cap_mb is not None else ""
-        return f"{self.kind}{rank}{wire}{cap}"
+        residual = f"~{self.residual}" if self.residual != "fp32" else ""
+        return f"{self.kind}{rank}{wire}{residual}{cap}"
 
     @classmethod
     def parse(cls, text: str) -> Contestant:
@@ -54,25 +64,28 @@ class Contestant:
             ValueError: no such contestant; names the value and what is allowed.
 
         >>> Contestant.parse("powersgd-r4")
-        Contestant(kind='powersgd', rank=4, wire='', cap_mb=None)
+        Contestant(kind='powersgd', rank=4, wire='', cap_mb=None, residual='fp32')
         """
-        match = re.fullmatch(r"([a-z]+\d*)(?:-r(\d+))?(?:-([a-z]+\d*))?(?:@(\d+(?:\.\d+)?))?", text)
-        kind, rank, wire, cap = match.groups() if match else ("", None, None, None)
+        match = _NAME.fullmatch(text)
+        kind, rank, wire, residual, cap = match.groups() if match else ("", None, None, None, None)
         low_rank = kind in LOW_RANK
         # torch's hook has one bucket here and epfml's none, so a cap would be ignored in silence.
         if (
-            kind not in (*DENSE, *LOW_RANK)
+            kind not in (*DENSE, *CONTROLLED, *LOW_RANK)
             or low_rank != bool(int(rank or 0))
             or (kind == "edgc") != (wire in DTYPES)
             or (wire is not None and kind != "edgc")
+            or (residual is not None and (kind != "edgc" or residual != "bf16"))
             or (cap is not None and (kind in ("powersgd", "epfml") or not float(cap)))
         ):
             raise ValueError(
-                f"contestant={text!r}: expected one of {', '.join(DENSE)}, powersgd-r16, epfml-r16, or "
-                f"edgc-r16-WIRE with WIRE one of {', '.join(DTYPES)}; @4 after any but powersgd and "
-                "epfml sets bucket_cap_mb"
+                f"contestant={text!r}: expected one of {', '.join((*DENSE, *CONTROLLED))}, "
+                f"powersgd-r16, epfml-r16, or edgc-r16-WIRE with WIRE one of {', '.join(DTYPES)}, and "
+                "~bf16 behind it for residuals in bf16; @4 after any but powersgd and epfml sets "
+                "bucket_cap_mb"
             )
-        return cls(kind, int(rank or 0), wire or "", float(cap) if cap else None)
+        cap_mb = float(cap) if cap else None
+        return cls(kind, int(rank or 0), wire or "", cap_mb, residual or "fp32")
 
 
 def line_up(
@@ -81,9 +94,9 @@ def line_up(
     """Everyone that a comparison at these ranks needs.
 
     >>> [c.name for c in line_up([4], ["bf16"], [None, 4], epfml=False)]
-    ['none', 'ddp', 'fp16', 'bf16', 'powersgd-r4', 'edgc-r4-bf16', 'edgc-r4-bf16@4']
+    ['none', 'ddp', 'fp16', 'bf16', 'auto', 'powersgd-r4', 'edgc-r4-bf16', 'edgc-r4-bf16@4']
     """
-    everyone = [Contestant(kind) for kind in DENSE]
+    everyone = [Contestant(kind) for kind in (*DENSE, *CONTROLLED)]
     for rank in ranks:
         everyone.append(Contestant("powersgd", rank))
         if epfml:

@@ -15,12 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.contestants import Contestant, dense_claim, ring_bytes
 from benchmarks.workloads import Workload
 from edgc_ddp import EDGCState, edgc_hook
-from edgc_ddp.controllers import FixedRank
+from edgc_ddp.controllers import EntropyController, FixedRank
 
 WARM_UP_STEPS = 5
 """Two dense iterations, the bucket rebuild, the first compressed one, and one to settle."""
 _ONE_BUCKET_MB = 1 << 20
 _SEED = 0
+_SHORT = 10
+"""Iterations of a warm-up and of a window of a controller; 1000 by default."""
 
 
 class Entrant:
@@ -62,8 +64,13 @@ class Entrant:
                 controller=FixedRank(rank),
                 model=self.module,
                 wire_dtype=self.contestant.wire,
+                residual_dtype=self.contestant.residual,
                 start_iter=2,
             )
+            self.ddp.register_comm_hook(self.state, edgc_hook)
+        elif kind == "auto":
+            controller = EntropyController(window=_SHORT, warmup=_SHORT)
+            self.state = EDGCState(controller=controller, model=self.module)
             self.ddp.register_comm_hook(self.state, edgc_hook)
 
     def step(self) -> None:
@@ -71,6 +78,20 @@ class Entrant:
         self.ddp.zero_grad(set_to_none=True)
         self.ddp(self._steps).backward()
         self._steps += 1
+
+    def settle(self) -> None:
+        """Steps until what is to be measured has begun; as many on all ranks."""
+        for _ in range(WARM_UP_STEPS):
+            self.step()
+        while self._is_preparing():
+            self.step()
+
+    def _is_preparing(self) -> bool:
+        return (
+            isinstance(self.state, EDGCState)
+            and isinstance(self.state.controller, EntropyController)
+            and self.state.metrics()["phase"] in ("start", "warmup", "calibration")
+        )
 
     def claimed_bytes(self) -> float | None:
         """Bytes this rank says it has sent so far; None when the contestant does not say."""

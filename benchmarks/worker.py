@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contestants import Contestant
-from benchmarks.entrants import WARM_UP_STEPS, Entrant, enter
+from benchmarks.entrants import Entrant, enter
 from benchmarks.links import sent_bytes
 from benchmarks.workloads import WORKLOADS
 
@@ -111,8 +111,7 @@ def measure(job: Job) -> list[dict[str, Any]]:
             entrant = alive.pop(index, None)
             if entrant is None:
                 entrant = enter(contestants[index], workload, weights, job.epfml)
-                for _ in range(WARM_UP_STEPS):
-                    entrant.step()
+                entrant.settle()
             steps = min(job.block, job.steps - turn * job.block)
             block = run_block(entrant, steps, job.interface)
             blocks.append({"round": turn, "contestant": contestants[index].name, **block})

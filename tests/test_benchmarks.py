@@ -16,7 +16,7 @@ from ranks import Ranks
 
 from benchmarks import network, record, step_time
 from benchmarks.contestants import Contestant, line_up, select
-from benchmarks.entrants import WARM_UP_STEPS, enter
+from benchmarks.entrants import enter
 from benchmarks.links import Link, sent_bytes
 from benchmarks.summary import quartiles, summarise, table
 from benchmarks.worker import Job, merge, order, run_block
@@ -84,7 +84,11 @@ def test_bridged_says_that_it_needs_root(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    "name", ["none", "ddp@4", "fp16", "bf16@0.5", "powersgd-r16", "epfml-r4", "edgc-r64-bf16@4"]
+    "name",
+    [
+        *("none", "ddp@4", "fp16", "bf16@0.5", "auto", "auto@4", "powersgd-r16", "epfml-r4"),
+        *("edgc-r64-bf16@4", "edgc-r64-int8~bf16", "edgc-r64-bf16~bf16@4"),
+    ],
 )
 def test_contestants_read_back_their_own_names(name: str) -> None:
     assert Contestant.parse(name).name == name
@@ -102,6 +106,9 @@ def test_contestants_read_back_their_own_names(name: str) -> None:
         "edgc-r4",
         "edgc-r4-fp7",
         "fp16@0",
+        "edgc-r4-bf16~fp16",
+        "powersgd-r4~bf16",
+        "auto-r4",
     ],
 )
 def test_contestants_that_do_not_exist_are_refused(name: str) -> None:
@@ -111,7 +118,7 @@ def test_contestants_that_do_not_exist_are_refused(name: str) -> None:
 
 def test_the_line_up_pairs_every_rank_with_its_rivals() -> None:
     names = [c.name for c in line_up([4, 16], ["fp32", "bf16"], [None, 4], epfml=True)]
-    assert len(names) == len(set(names)) == 4 + 2 * (2 + 4)
+    assert len(names) == len(set(names)) == 5 + 2 * (2 + 4)
     assert {"powersgd-r16", "epfml-r16", "edgc-r16-fp32", "edgc-r16-bf16@4"} <= set(names)
     assert not any("epfml" in c.name for c in line_up([4], ["fp32"], [None], epfml=False))
 
@@ -309,8 +316,7 @@ def _step(rank: int, world_size: int, name: str) -> dict[str, Any]:
     entrant = enter(Contestant.parse(name), workload, weights, None)
     # Each rank sees text of its own, so that an average differs from what a rank had.
     entrant.module.register_forward_pre_hook(lambda _, given: (given[0] + 1000 * rank,))
-    for _ in range(WARM_UP_STEPS):
-        entrant.step()
+    entrant.settle()
     block = run_block(entrant, steps=2, interface="lo")
     flat = torch.cat([grad.flatten() for grad in entrant.averages()])
     shared = all(
@@ -353,6 +359,13 @@ def test_contestants_average_and_claim_no_more_than_dense(
         assert (claimed == dense) if name.startswith("ddp") else (0 < claimed < dense)
         # Loopback is shared with whatever else runs here: it carried at least what both ranks sent.
         assert answer["block"]["interface_bytes"] > 1.9 * claimed
+
+
+def test_auto_is_measured_once_it_has_decided(ranks: Callable[[int], Ranks]) -> None:
+    first, second = ranks(2)(_step, "auto")
+    assert torch.equal(first["average"], second["average"])
+    # Dense or not, a plan's agreement is all that comes on top.
+    assert 0 < first["block"]["claimed_bytes"] < 4.1 * WORKLOADS["tiny"].numel
 
 
 def test_no_communication_averages_nothing(local: list[torch.Tensor]) -> None:
