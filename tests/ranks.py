@@ -34,6 +34,8 @@ def _serve(rank: int, world_size: int, pipe: Connection) -> None:
                 world_size=world_size,
                 timeout=timedelta(seconds=timeout),
             )
+            # Else a rank that is done may leave while another still connects to it.
+            dist.barrier()
             torch.manual_seed(0)
             answer: tuple[str, Any] = ("result", function(rank, world_size, *args))
         except BaseException:

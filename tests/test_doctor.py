@@ -86,6 +86,15 @@ def test_the_model_says_again_what_the_link_was_made_of() -> None:
     )
 
 
+def test_a_model_that_is_far_off_is_not_to_be_trusted() -> None:
+    told = facts(1e8)
+    assert "too far off" not in describe(told, advise(told, CAPS))
+    plain, slow, *others = told.steps
+    noisy = replace(told, steps=(plain, replace(slow, seconds=3 * slow.seconds), *others))
+    assert Model(noisy).worst_error() > 0.15
+    assert "too far off to be trusted" in describe(noisy, advise(noisy, CAPS))
+
+
 def test_on_a_slow_link_it_says_which_rank_and_wire() -> None:
     """At 100 Mbit/s dense takes 8 s; rank 64 in int8 takes 0.25 s and 0.04 s of work."""
     advice = advise(facts(1e8), CAPS)

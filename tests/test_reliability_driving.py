@@ -260,6 +260,33 @@ def test_a_subgroup_averages_among_itself(ranks: Pools) -> None:
     assert outside == b"" and len(set(inside)) == 1
 
 
+def in_overlapping_groups(rank: int, world: int) -> list[bytes]:
+    """Ranks are in unequal numbers of groups, hold models for unequal times, and use states again."""
+    pairs = [[0, 1], [1, 2], [0, 2], [0, 1]]
+    groups = [dist.new_group(pair) for pair in pairs]
+    ends, kept = [], []
+    for pair, group in zip(pairs, groups, strict=True):
+        if rank not in pair:
+            continue
+        torch.manual_seed(3)
+        state = EDGCState(controller=FixedRank(2), process_group=group)
+        ddp = wrap(mlp(), state, SMALL_BUCKETS_MB, process_group=group)
+        plainly(ddp, rank, 4)
+        state.close()
+        plainly(ddp, rank, 3)
+        ends.append(fingerprint(ddp.module))
+        if rank == 1:
+            kept.append(ddp)
+    return ends
+
+
+def test_groups_may_overlap_and_states_be_closed_in_them(ranks: Pools) -> None:
+    """Names that torch gives a subgroup's own groups depend on how many groups a rank is in."""
+    zero, one, two = ranks(3)(in_overlapping_groups)
+    assert zero[0] == one[0] and one[1] == two[0] and zero[1] == two[1] and zero[2] == one[2]
+    assert zero[0] == zero[2] and len({*zero, *one, *two}) == 3
+
+
 def wrapped_in_fp16(rank: int, world: int) -> None:
     state = exact_state()
     ddp = DistributedDataParallel(Given([(24, 40), (9,)]), bucket_cap_mb=SMALL_BUCKETS_MB)

@@ -6,6 +6,7 @@ import copy
 import io
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,6 +112,11 @@ def test_another_world_size_keeps_what_is_still_to_be_sent(ranks: Pools) -> None
             torch.testing.assert_close(got, expected)
     with pytest.raises(ValueError, match="all ranks of one run"):
         merge([answers[0][0]], world_size=3)
+    with pytest.raises(ValueError, match=r"one state of each rank, got those of ranks \[0, 0\]"):
+        merge([answers[0][0]] * 2, world_size=3)
+    for size in (0, -1, 2.5, "3"):
+        with pytest.raises(ValueError, match="world_size="):
+            merge([state for state, _ in answers], world_size=size)  # type: ignore[arg-type]
 
 
 def load_at_wrong_size(rank: int, world: int, saved: dict[str, Any]) -> str:
@@ -209,11 +215,12 @@ def test_a_state_before_any_decision_knows_its_world_size(ranks: Pools) -> None:
         if residual is not None:
             pair = [state["slots"][name]["residual"] for state in states]
             assert torch.equal(residual, (pair[0] + pair[1]) / 2)
-    # Loaded where there is no process group yet, so only the first decision can tell.
+    # Loaded where there is no process group yet, so only the first iteration can tell.
     state.load_state_dict(states[0])
     for engine in (state.engine, copy.deepcopy(state).engine):
+        lane = SimpleNamespace(world_size=3, rank=0, device=torch.device("cpu"))
         with pytest.raises(ValueError, match="one of 2 ranks, this run has 3.*merge"):
-            engine.registry.layout(3)
+            engine._check_loaded(lane)
     for message in ranks(3)(load_at_wrong_size, states[0]):
         assert "2 ranks" in message
 

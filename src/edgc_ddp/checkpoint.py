@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from edgc_ddp.agreement import check_origin, check_world_size
 from edgc_ddp.decisions import Layout, MatrixSpec, Plan, Sampling
 from edgc_ddp.engine import Engine
 from edgc_ddp.memory import Slot
@@ -24,9 +25,9 @@ VERSION = 1
 _KEYS = {"version", "controller", "world_size", "layout", "progress", "slots", "window", "buckets"}
 
 
-def pack(engine: Engine, world_size: int) -> dict[str, Any]:
-    """This rank's state. Tensors are copies, so training may go on. ``world_size`` is 0 where it is not
-    known: then that of a state loaded before counts."""
+def pack(engine: Engine, world_size: int, rank: int | None) -> dict[str, Any]:
+    """This rank's state. Tensors are copies, so training may go on. ``world_size`` 0 and ``rank`` None say
+    that they are not known: then those of a state loaded before count."""
     observer, layout = engine.observer, engine.layout
     engine.memory.free_sent()
     return {
@@ -34,6 +35,7 @@ def pack(engine: Engine, world_size: int) -> dict[str, Any]:
         "controller": type(engine.controller).__name__,
         "options": plain_options(engine.controller),
         "world_size": layout.world_size if layout else engine.registry.world_size or world_size,
+        "rank": engine.origin if rank is None else rank,
         "layout": [[m.name, m.rows, m.cols] for m in layout.matrices] if layout else [],
         "progress": _pack_progress(engine.progress),
         "slots": {slot.name: _pack_slot(slot) for slot in engine.memory.slots.values()},
@@ -97,9 +99,9 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().clone()
 
 
-def check(engine: Engine, packed: Mapping[str, Any], world_size: int) -> None:
-    """Raise ValueError unless ``packed`` is a whole state of this model, controller and ``world_size``
-    (0 = not known yet)."""
+def check(engine: Engine, packed: Mapping[str, Any], world_size: int, rank: int | None) -> None:
+    """Raise ValueError unless ``packed`` is a whole state of this model, controller, ``world_size`` and
+    ``rank`` (0 and None = not known yet)."""
     if not isinstance(packed, Mapping) or (missing := _KEYS - set(packed)):
         what = f"lacks {sorted(missing)}" if isinstance(packed, Mapping) else "is no dictionary"
         raise ValueError(f"this is no EDGCState.state_dict(): it {what}")
@@ -109,11 +111,12 @@ def check(engine: Engine, packed: Mapping[str, Any], world_size: int) -> None:
             "the edgc_ddp that wrote it"
         )
     _check_controller(engine, packed)
-    if world_size and packed["world_size"] and packed["world_size"] != world_size:
-        raise ValueError(
-            f"the state is one of {packed['world_size']} ranks, this run has {world_size}: join the "
-            "states of all ranks first, edgc_ddp.checkpoint.merge([...], world_size)"
-        )
+    check_world_size(packed["world_size"], world_size)
+    origin = packed.get("rank")
+    if origin is not None and not _is_count(origin):
+        raise ValueError(f"the state is damaged: its rank is {origin!r}")
+    if rank is not None:
+        check_origin(origin, rank)
     with _damage("slots"):
         for name, entry in packed["slots"].items():
             _check_slot(name, entry)
@@ -257,6 +260,7 @@ def unpack(engine: Engine, packed: Mapping[str, Any]) -> None:
     # What is known of the residuals at hand says nothing of those to come.
     engine.memory.free_sent()
     engine.progress = _progress(engine, packed)
+    engine.origin = packed.get("rank")
     # Nothing is decided before there is a window.
     decided = packed["window"] is not None
     engine.layout = _layout(packed) if decided else None
@@ -286,13 +290,19 @@ def merge(states: Sequence[Mapping[str, Any]], world_size: int) -> dict[str, Any
     still to be sent, (1/W) sum e_i, is what it was. Load the result on every rank.
 
     Raises:
-        ValueError: not one state of each rank of one run.
+        ValueError: not one state of each rank of one run, or no whole number of new ranks.
     """
+    if not _is_count(world_size) or world_size == 0:
+        raise ValueError(f"world_size={world_size!r}: expected the number of the new run's ranks")
     if not states or any(state["world_size"] != len(states) for state in states):
         sizes = [state["world_size"] for state in states]
         raise ValueError(f"expected the states of all ranks of one run, got {sizes} (world sizes)")
+    ranks = [rank for state in states if (rank := state.get("rank")) is not None]
+    if ranks and sorted(ranks) != list(range(len(states))):
+        raise ValueError(f"expected one state of each rank, got those of ranks {ranks}")
     merged = dict(states[0])
     merged["world_size"] = world_size
+    merged["rank"] = None
     merged["slots"] = {}
     for name, entry in states[0]["slots"].items():
         residuals = [state["slots"][name]["residual"] for state in states]

@@ -102,7 +102,8 @@ class Observation:
     span_seconds: float = math.nan
     """Median time from the first bucket's arrival to the last bucket's average."""
     residual_share: Mapping[str, float] = field(default_factory=dict)
-    """Per matrix, energy that stays behind / energy of gradient plus residual, 0 when dense."""
+    """Per matrix, energy that stays behind / energy of gradient plus residual; nan when dense, or when no
+    iteration of the window was sampled."""
     error_curve: tuple[float, ...] = ()
     """Energy of the averaged gradient that rank 0, 1, ... leaves, summed over the matrices."""
     gradient_energy: Mapping[str, float] = field(default_factory=dict)
@@ -127,8 +128,8 @@ class Observation:
         return sum(numel * value for numel, value in known) / total if total else math.nan
 
     def mean_residual(self) -> float:
-        """Plain mean of the matrices' residual shares; nan when there are none."""
-        shares = list(self.residual_share.values())
+        """Plain mean of the matrices' residual shares that were measured; nan when there are none."""
+        shares = [share for share in self.residual_share.values() if math.isfinite(share)]
         return sum(shares) / len(shares) if shares else math.nan
 
 

@@ -7,15 +7,22 @@ the head of an iteration is in force before that iteration's first bucket is com
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
+from edgc_ddp.agreement import (
+    check_origin,
+    check_world_size,
+    checked_plan,
+    require_equal_plans,
+    require_equal_starts,
+)
 from edgc_ddp.decisions import Controller, Layout, Observation, Plan
 from edgc_ddp.lane import Lane, Mark, Task, TensorFuture, open_lane, payload_bytes
 from edgc_ddp.memory import ParameterMemory
@@ -25,9 +32,10 @@ from edgc_ddp.reducers.bucket import Bucket, Settings
 from edgc_ddp.reducers.coded import codes, reduce_coded
 from edgc_ddp.reducers.dense import reduce_dense
 from edgc_ddp.reducers.low_rank import reduce_low_rank
-from edgc_ddp.reducers.skipped import Ledger
 from edgc_ddp.reducers.sparse import reduce_sparse
 from edgc_ddp.registry import Registry
+
+_LOG = logging.getLogger("edgc_ddp")
 
 
 class Engine:
@@ -44,7 +52,6 @@ class Engine:
         self.controller = controller
         self.registry = registry
         self.memory: ParameterMemory = registry.memory
-        self.ledger = Ledger()
         self.settings = settings
         self.process_group = process_group
         self.progress = Progress(Plan({}, phase="start", until=start_iter))
@@ -52,6 +59,8 @@ class Engine:
         self.observer: Observer | None = None
         self.loss_scale: float | None = None
         """What the loss of the coming backward is multiplied by, when the user says so."""
+        self.origin: int | None = None
+        """The rank whose state was loaded; None where that is all the same."""
         self._lane: Lane | None = None
         self._began: Mark | None = None
         self._started = self._finished = 0
@@ -65,9 +74,10 @@ class Engine:
             # Only the zeros that stand for a rank which has joined come so.
             buffer = torch.view_as_real(buffer).flatten()
         if self._lane is None:
-            self._lane = open_lane(self.process_group, buffer.device, self.settings.channels)
+            self._lane = open_lane(
+                self.process_group, buffer.device, self.settings.channels, self._meet
+            )
             weakref.finalize(self, self._lane.close)
-            self._check_world_size(self._lane)
         lane = self._lane
         if buffer.device != lane.device:
             raise RuntimeError(
@@ -114,16 +124,17 @@ class Engine:
             observer.spans = list(self.spans())
         return {**self.__dict__, "observer": observer, "_lane": None, "_began": None}
 
-    def _check_world_size(self, lane: Lane) -> None:
-        """A state may be loaded before the process group exists; its size is known only now."""
+    def _meet(self, lane: Lane) -> None:
+        self._check_loaded(lane)
+        require_equal_starts(lane, self.progress, self.settings, self.memory, self.controller)
+
+    def _check_loaded(self, lane: Lane) -> None:
+        """A state may be loaded before the process group exists; its size and ranks are known only now."""
         if self.observer is not None:
             self.observer.move_to(lane.device)
-        if self.layout is not None and self.layout.world_size != lane.world_size:
-            raise ValueError(
-                f"the loaded state is one of {self.layout.world_size} ranks, this run has "
-                f"{lane.world_size}: join the states of all ranks first, "
-                "edgc_ddp.checkpoint.merge([...], world_size)"
-            )
+        known = self.layout.world_size if self.layout else self.registry.world_size
+        check_world_size(known, lane.world_size)
+        check_origin(self.origin, lane.rank)
 
     def _average(
         self,
@@ -144,17 +155,15 @@ class Engine:
         progress.dense_bytes += lane.traffic(payload_bytes(bucket.buffer))
         observer = None if bucket.buffer.is_sparse else self._sample(bucket)
         if bucket.buffer.is_sparse:
-            average = yield from reduce_sparse(bucket, lane, self.ledger)
+            average = yield from reduce_sparse(bucket, lane)
         elif any(self.settings.compresses(slot) for slot in bucket.slots):
-            average = yield from reduce_low_rank(
-                bucket, lane, self.settings, self.memory, self.ledger, observer
-            )
+            average = yield from reduce_low_rank(bucket, lane, self.settings, self.memory, observer)
         else:
             wire = self.settings.dense_wire
             if wire is not None and codes(bucket, wire):
-                average = yield from reduce_coded(bucket, lane, self.memory, self.ledger, wire)
+                average = yield from reduce_coded(bucket, lane, self.memory, wire)
             else:
-                average = yield from reduce_dense(bucket, lane, self.memory, self.ledger)
+                average = yield from reduce_dense(bucket, lane, self.memory)
             self._probe(bucket)
         self._finished += 1
         # Buckets may finish out of order, but they start in order: after the last one's start, the
@@ -170,7 +179,6 @@ class Engine:
         self.memory.free_sent()
         if self.progress.step >= self.progress.plan.until:
             self._decide(lane)
-        self.ledger.begin(owing=self.memory.owes())
 
     def _follow(self, loss_scale: float) -> None:
         """Residuals are gradients under the loss scale of their time: bring them to this one."""
@@ -179,7 +187,6 @@ class Engine:
             self.memory.rescale(loss_scale / before)
 
     def _end_iteration(self, lane: Lane) -> None:
-        self.ledger.close()
         progress = self.progress
         if self.observer is not None:
             assert self._began is not None
@@ -224,11 +231,12 @@ class Engine:
         progress.controller_state, plan = self.controller.decide(
             progress.controller_state, observation, progress.step
         )
-        plan = _checked(plan, self.layout, progress.step)
-        lane.require_equal(plan.digest(), lambda: _describe(plan))
+        plan = checked_plan(plan, self.layout, progress.step)
+        require_equal_plans(lane, plan)
         for matrix in self.layout.matrices:
             slot = self.memory.slots[matrix.name]
             self.memory.set_rank(slot, plan.ranks[matrix.name], lane.device)
+        self._tell(lane, plan)
         progress.plan = plan
         if self.observer is None:
             self.observer = Observer(self.layout, lane.device)
@@ -244,6 +252,16 @@ class Engine:
                 "ranks": self.effective_ranks(),
             }
         )
+
+    def _tell(self, lane: Lane, plan: Plan) -> None:
+        """One line in the log, of rank 0, when the phase changes."""
+        before = self.progress.plan.phase
+        if lane.rank == 0 and plan.phase != before:
+            # Compression was hoped for, or this would have been said from the start.
+            given_up = plan.phase == "dense" and before != "start"
+            text = "iteration %d: phase %s after %s: %s"
+            level = logging.WARNING if given_up else logging.INFO
+            _LOG.log(level, text, self.progress.step, plan.phase, before, plan.reason)
 
     def _observe(self, lane: Lane) -> Observation | None:
         observer, progress = self.observer, self.progress
@@ -281,30 +299,3 @@ class Engine:
         """Mean rank of the matrices that are compressed now; 0 when none is."""
         ranks = [rank for rank in self.effective_ranks().values() if rank]
         return sum(ranks) / len(ranks) if ranks else 0.0
-
-
-def _checked(plan: Plan, layout: Layout, step: int) -> Plan:
-    """A controller is a stranger's code: refuse what would break the average, name what it gave."""
-    names = {matrix.name for matrix in layout.matrices}
-    if set(plan.ranks) != names:
-        odd = sorted(set(plan.ranks) ^ names)[0]
-        raise ValueError(
-            f"the controller's plan and the model differ in matrix {odd!r}: a plan names every matrix "
-            "of the layout and nothing else (0 = dense)"
-        )
-    for name, rank in plan.ranks.items():
-        if not isinstance(rank, int) or rank < 0:
-            raise ValueError(
-                f"the controller gave rank {rank!r} for {name!r}: expected an int >= 0"
-            )
-    if plan.until <= step:
-        raise ValueError(
-            f"the controller's plan ends at iteration {plan.until}, but it is {step} now: give a later "
-            "`until`"
-        )
-    return replace(plan, ranks={m.name: min(plan.ranks[m.name], m.rows) for m in layout.matrices})
-
-
-def _describe(plan: Plan) -> str:
-    ranks = ", ".join(f"{name}: {rank}" for name, rank in plan.ranks.items())
-    return f"<{plan.phase} until {plan.until}, ranks {{{ranks}}}>"

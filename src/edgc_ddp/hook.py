@@ -19,7 +19,15 @@ def edgc_hook(state: EDGCState, bucket: GradBucket) -> torch.futures.Future[torc
     Returns:
         A future of the bucket's buffer, averaged in place. Errors of the worker thread arrive in it, so
         that ``backward`` raises them.
+
+    Raises:
+        ValueError: ``state`` is something else, None for instance, as torch's own hooks take it.
     """
+    if not isinstance(state, EDGCState):
+        raise ValueError(
+            f"edgc_hook was registered with state={state!r}: write "
+            "ddp.register_comm_hook(EDGCState(model=ddp.module), edgc_hook)"
+        )
     if not isinstance(bucket, GradBucket):
         raise RuntimeError(
             "edgc_hook was given single gradients instead of DDP buckets, as "

@@ -14,8 +14,8 @@ A bucket's average is written as a generator (see ``reducers/``): it starts a co
 from __future__ import annotations
 
 import atexit
-import contextlib
 import queue
+import secrets
 import threading
 import time
 import weakref
@@ -36,10 +36,6 @@ _INTERRUPTED_JOIN_SECONDS = 10
 
 CHANNELS = 2
 """Dependent collectives a bucket needs: factors P and small tensors first, factors Q second."""
-
-
-# Named so since torch 2.13, which warns of the old name.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def payload_bytes(tensor: Tensor) -> int:
@@ -74,23 +70,18 @@ class Lane:
         self.device = device
         self.sent_bytes = 0.0
         """Bytes this rank has sent: 2 (W-1)/W of each payload that is all-reduced, as in a ring."""
-        self._channels = [group] * channels
+        self._channels: list[Any] = [group] * channels
 
     def all_reduce(self, tensor: Tensor, channel: int) -> Handle:
         """Start summing ``tensor`` over all ranks, in place."""
         self.sent_bytes += self.traffic(payload_bytes(tensor))
-        work = dist.all_reduce(tensor, group=self._channels[channel], async_op=True)
-        assert work is not None
-        handle: Handle = work
+        handle: Handle = self._channels[channel].allreduce([tensor])
         return handle
 
     def all_gather(self, everyone: Tensor, mine: Tensor, channel: int) -> Handle:
         """Start collecting every rank's ``mine`` (equally long, flat) in ``everyone``."""
         self.sent_bytes += payload_bytes(mine) * (self.world_size - 1)
-        group = self._channels[channel]
-        work = _all_gather(everyone, mine, group=group, async_op=True)
-        assert work is not None
-        handle: Handle = work
+        handle: Handle = self._channels[channel]._allgather_base(everyone, mine)
         return handle
 
     def all_to_all(
@@ -99,16 +90,9 @@ class Lane:
         """Start sending part k of ``parts`` to rank k. ``sizes`` are those of the parts, equal on all
         ranks, so ``received`` holds ``world_size`` parts of size ``sizes[rank]``."""
         self.sent_bytes += (len(parts) - sizes[self.rank]) * parts.element_size()
-        work = dist.all_to_all_single(
-            received,
-            parts,
-            output_split_sizes=[sizes[self.rank]] * self.world_size,
-            input_split_sizes=list(sizes),
-            group=self._channels[channel],
-            async_op=True,
+        handle: Handle = self._channels[channel].alltoall_base(
+            received, parts, [sizes[self.rank]] * self.world_size, list(sizes)
         )
-        assert work is not None
-        handle: Handle = work
         return handle
 
     def traffic(self, payload_bytes: float) -> float:
@@ -122,23 +106,38 @@ class Lane:
         result: list[float] = total.tolist()
         return result
 
-    def require_equal(self, digest: str, describe: Callable[[], str]) -> None:
-        """Raise RuntimeError on all ranks, with two ranks' descriptions, unless digests agree."""
-        mine = torch.tensor([int(digest[:15], 16)], dtype=torch.int64, device=self.device)
-        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(everyone, mine, group=self._channels[0])
-        self.sent_bytes += 8.0 * (self.world_size - 1)
-        values = [int(value.item()) for value in everyone]
+    def require_equal(
+        self, digest: str, describe: Callable[[], str], trouble: str, remedy: str
+    ) -> None:
+        """Raise RuntimeError on all ranks unless digests agree: the trouble, two ranks' descriptions, and
+        the remedy."""
+        values = self._gather_numbers([int(digest[:15], 16)], torch.int64)
         odd = next((r for r, value in enumerate(values) if value != values[0]), None)
         if odd is None:
             return
-        texts: list[Any] = [None] * self.world_size
-        dist.all_gather_object(texts, describe(), group=self._channels[0])
+        texts = self._gather_texts(describe())
         raise RuntimeError(
-            "the ranks decided on different plans, so their gradients could not be averaged: "
-            f"rank 0 has {texts[0]}, rank {odd} has {texts[odd]}. A controller must decide from its "
-            "arguments alone: no random numbers, clocks, or values that differ between ranks."
+            f"{trouble}, so their gradients could not be averaged: rank 0 has {texts[0]}, rank {odd} has "
+            f"{texts[odd]}. {remedy}"
         )
+
+    def _gather_numbers(self, numbers: Sequence[int], dtype: torch.dtype) -> list[list[int]]:
+        """Every rank's numbers, as many on each. Blocks."""
+        mine = torch.tensor(numbers, dtype=dtype, device=self.device)
+        everyone = mine.new_empty(self.world_size * len(numbers))
+        self.all_gather(everyone, mine, channel=0).wait()
+        rows: list[list[int]] = everyone.view(self.world_size, len(numbers)).tolist()
+        return rows
+
+    def _gather_texts(self, text: str) -> list[str]:
+        """Every rank's text. Blocks."""
+        mine = text.encode()
+        longest = max(size for (size,) in self._gather_numbers([len(mine)], torch.int64))
+        padded = mine.ljust(longest, b"\0")
+        return [
+            bytes(row).rstrip(b"\0").decode()
+            for row in self._gather_numbers(list(padded), torch.uint8)
+        ]
 
     def mark(self) -> Mark:
         """A point in time on this lane."""
@@ -219,14 +218,18 @@ class ThreadLane(Lane):
         self, group: dist.ProcessGroup, device: torch.device, channels: int = CHANNELS
     ) -> None:
         super().__init__(group, device, channels)
-        members = dist.get_process_group_ranks(group)
-        options: dict[str, Any] = {"timeout": _timeout_of(group, device)}
-        if len(members) < dist.get_world_size():
-            # Ranks outside the group never run this line, so they cannot be waited for.
-            options["use_local_synchronization"] = True
-        backend = "mpi" if dist.get_backend(group) == "mpi" else "gloo"
+        # Not new_group: ranks outside this group never run this line, and a name that torch makes of
+        # the groups that a rank is in need not be another rank's. A random one is never used again.
+        (name,) = Lane(group, device)._gather_numbers([secrets.randbits(62)], torch.int64)[0]
+        store = dist.distributed_c10d._get_default_store()
         self._channels = [
-            dist.new_group(members, backend=backend, **options) for _ in range(channels)
+            dist.ProcessGroupGloo(
+                dist.PrefixStore(f"edgc_ddp/{name}/{channel}", store),  # type: ignore[attr-defined]
+                self.rank,
+                self.world_size,
+                _timeout_of(group, device),
+            )
+            for channel in range(channels)
         ]
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._running: deque[_Running] = deque()
@@ -248,12 +251,7 @@ class ThreadLane(Lane):
         if not self._closed:
             self._closed = True
             limit = _INTERRUPTED_JOIN_SECONDS if self._running else _JOIN_SECONDS
-            for channel in self._channels:
-                # Gone already when the user has destroyed all groups.
-                with contextlib.suppress(ValueError, AssertionError):
-                    dist.destroy_process_group(channel)
-                # The last reference waits for what is under way, so it must be the worker's.
-                del channel
+            # The worker drops the channels: the last reference waits for what is under way.
             self._events.put(None)
             if threading.current_thread() is not self._thread:
                 self._thread.join(timeout=limit)
@@ -347,9 +345,16 @@ def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
 
 def open_lane(
-    group: dist.ProcessGroup | None, device: torch.device, channels: int = CHANNELS
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    channels: int = CHANNELS,
+    meet: Callable[[Lane], None] = lambda first: None,
 ) -> Lane:
-    """The lane for tensors on this device. Collective: all ranks of the group must call it."""
+    """The lane for tensors on this device. Collective: all ranks of the group must call it.
+
+    ``meet`` is given a lane over the group itself, before there are channels: ranks that want another
+    number of them would wait for each other for ever.
+    """
     group = group if group is not None else dist.group.WORLD
     if group is None:
         raise RuntimeError(
@@ -357,4 +362,5 @@ def open_lane(
             "wrap the model in DistributedDataParallel, then register the hook"
         )
     kind = StreamLane if device.type == "cuda" else ThreadLane
+    meet(Lane(group, device))
     return kind(group, device, channels)

@@ -130,10 +130,6 @@ class ParameterMemory:
             if slot.residual is not None:
                 slot.residual.mul_(factor)
 
-    def owes(self) -> bool:
-        """Whether anything has a residual, or will have one after its next average."""
-        return any(slot.rank or slot.residual is not None for slot in self.slots.values())
-
     def ensure_residual(self, slot: Slot, device: torch.device) -> Tensor:
         """The residual of a slot, zero at first."""
         if slot.residual is None:

@@ -128,17 +128,20 @@ class Observer:
         """What the sum of all ranks' vectors says."""
         matrices = self.layout.matrices
         entropy, residual = {}, {}
+        rest = total[len(matrices) * _FIELDS :]
+        end = 1 + len(self.curve)
+        energies = self.factors.fields(rest[end:], world_size)
         for index, matrix in enumerate(matrices):
             h_sum, h_count, before, left = total[index * _FIELDS : (index + 1) * _FIELDS]
             entropy[matrix.name] = h_sum / h_count if h_count else math.nan
-            residual[matrix.name] = left / before if before > 0 else 0.0
-        rest = total[len(matrices) * _FIELDS :]
-        end = 1 + len(self.curve)
+            # Of nothing, nothing stays behind; what was not looked at is not known.
+            unsent = 0.0 if math.isfinite(energies["energy"][matrix.name]) else math.nan
+            residual[matrix.name] = left / before if before > 0 else unsent
         return Observation(
             steps=self.steps,
             entropy=entropy,
             residual_share=residual,
             span_seconds=rest[0] / world_size,
             error_curve=tuple(value / world_size for value in rest[1:end]),
-            **self.factors.fields(rest[end:], world_size),
+            **energies,
         )

@@ -156,15 +156,7 @@ class Registry:
         return twin
 
     def layout(self, world_size: int) -> Layout:
-        """All compressible matrices, in the model's order (else in order of arrival).
-
-        Raises ValueError when the loaded state is one of another number of ranks.
-        """
-        if self.world_size not in (0, world_size):
-            raise ValueError(
-                f"the loaded state is one of {self.world_size} ranks, this run has {world_size}: join the "
-                "states of all ranks first, edgc_ddp.checkpoint.merge([...], world_size)"
-            )
+        """All compressible matrices, in the model's order (else in order of arrival)."""
         names = list(self.memory.slots)
         if self._names is not None:
             position = {name: place for place, (_, name) in enumerate(self._names.values())}

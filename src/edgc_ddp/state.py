@@ -70,6 +70,13 @@ class EDGCState:
                 f"controller={controller!r}: expected an object with init(layout) and decide(state, "
                 "observation, step), for instance edgc_ddp.controllers.FixedRank(16)"
             )
+        if model is not None and not isinstance(model, torch.nn.Module):
+            raise ValueError(f"model={model!r}: expected the module that DDP wraps, ddp.module")
+        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+            raise ValueError(
+                f"process_group={process_group!r}: expected what torch.distributed.new_group(...) gives, "
+                "or None for the default group"
+            )
         self.options = Options(
             start_iter=start_iter,
             wire_dtype=wire_dtype,
@@ -144,17 +151,17 @@ class EDGCState:
         """This rank's state: tensors and plain values. Save one per rank, since residuals differ."""
         # Tensors made in inference mode could not be written to when training goes on.
         with torch.inference_mode(False):
-            return checkpoint.pack(self.engine, self._world_size())
+            return checkpoint.pack(self.engine, self._world_size(), self._rank())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state that :meth:`state_dict` gave on the same rank.
 
         Raises:
-            ValueError: it is damaged, of another model, controller (its options included, but for
+            ValueError: it is damaged, of another rank, model, controller (its options included, but for
                 ``total_steps``) or world size. Nothing was changed.
         """
         with torch.inference_mode(False):
-            checkpoint.check(self.engine, state_dict, self._world_size())
+            checkpoint.check(self.engine, state_dict, self._world_size(), self._rank())
             checkpoint.unpack(self.engine, state_dict)
 
     def _world_size(self) -> int:
@@ -162,6 +169,9 @@ class EDGCState:
         if dist.is_available() and dist.is_initialized():
             return dist.get_world_size(self.engine.process_group)
         return 0
+
+    def _rank(self) -> int | None:
+        return dist.get_rank(self.engine.process_group) if self._world_size() else None
 
     def close(self) -> None:
         """Stop the worker thread; done at interpreter exit otherwise."""

@@ -12,7 +12,6 @@ from edgc_ddp.maths.comm_time import MIB
 from edgc_ddp.memory import ParameterMemory
 from edgc_ddp.reducers.bucket import Bucket, Settings
 from edgc_ddp.reducers.low_rank import reduce_low_rank
-from edgc_ddp.reducers.skipped import Ledger
 from edgc_ddp.registry import Registry
 
 
@@ -79,7 +78,7 @@ class Gradients:
 
     def _task(self, bucket: Bucket, lane: Lane) -> Task:
         if any(self.settings.compresses(slot) for slot in bucket.slots):
-            return reduce_low_rank(bucket, lane, self.settings, self.memory, Ledger(), None)
+            return reduce_low_rank(bucket, lane, self.settings, self.memory, None)
         return _dense(bucket, lane)
 
 

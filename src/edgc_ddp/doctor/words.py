@@ -7,6 +7,9 @@ import math
 from edgc_ddp.doctor.advise import Advice, Model, Setting
 from edgc_ddp.doctor.facts import Facts
 
+_TRUSTED_ERROR = 0.15
+"""Of the model against measured steps; more says that they were not measured under one condition."""
+
 
 def describe(facts: Facts, advice: Advice) -> str:
     """The whole report as text."""
@@ -59,6 +62,11 @@ def _steps(facts: Facts, model: Model) -> list[str]:
         f"The model is off by {model.worst_error():.0%} at most; backward hides {model.steps.overlap:.0%} "
         "of the averaging that it could."
     )
+    if model.worst_error() > _TRUSTED_ERROR:
+        lines.append(
+            "That is too far off to be trusted: the machine or the link was busy with something else. Run "
+            "it again when they are quiet, with more --steps."
+        )
     return lines
 
 

@@ -84,7 +84,8 @@ def add_residual(flat: Tensor, residual: Tensor, scale: float = 1.0) -> None:
 
 
 def keep_residual(residual: Tensor, left: Tensor, ok: Tensor) -> None:
-    """The new residual, or the old one when this step came out non-finite on any rank."""
+    """The new residual, or the old one when this step came out non-finite on any rank. ``left`` may be
+    changed."""
     if ok.device.type != "cpu":
         # A choice on the host would make it wait for the device.
         left = torch.where(ok, left, residual.to(left.dtype))
@@ -93,7 +94,7 @@ def keep_residual(residual: Tensor, left: Tensor, ok: Tensor) -> None:
     limit = torch.finfo(residual.dtype).max
     if limit < torch.finfo(left.dtype).max:
         # An infinite residual would make every later step infinite.
-        left = left.clamp(-limit, limit)
+        left.clamp_(-limit, limit)
     residual.copy_(left)
 
 

@@ -24,7 +24,6 @@ from edgc_ddp.reducers.bucket import (
     hand_back,
     keep_residual,
 )
-from edgc_ddp.reducers.skipped import Ledger
 from edgc_ddp.reducers.used import erase_unused, write_flags
 from edgc_ddp.reducers.wire import Payload, begin_sum, largest_sizes, split
 
@@ -35,9 +34,7 @@ def codes(bucket: Bucket, wire: torch.dtype) -> bool:
     return buffer.is_floating_point() and wire.itemsize < buffer.itemsize and buffer.numel() > 0
 
 
-def reduce_coded(
-    bucket: Bucket, lane: Lane, memory: ParameterMemory, ledger: Ledger, wire: torch.dtype
-) -> Task:
+def reduce_coded(bucket: Bucket, lane: Lane, memory: ParameterMemory, wire: torch.dtype) -> Task:
     """Average the bucket's buffer over all ranks, in place, through a wire of this type."""
     compute = compute_dtype(bucket.buffer)
     work = bucket.buffer.to(compute)
@@ -71,5 +68,4 @@ def reduce_coded(
     for item, place in zip((*owing, *others), places, strict=True):
         item.flat.copy_(place)
     hand_back(bucket, work, owing, ok)
-    ledger.note(ok)
     return bucket.buffer

@@ -10,25 +10,23 @@ from torch import Tensor
 from edgc_ddp.lane import Lane, Task
 from edgc_ddp.memory import ParameterMemory
 from edgc_ddp.reducers.bucket import Bucket, Item, add_residual, compute_dtype, hand_back
-from edgc_ddp.reducers.skipped import Ledger
 from edgc_ddp.reducers.used import erase_unused, write_flags
 from edgc_ddp.reducers.wire import split
 
 
-def reduce_dense(bucket: Bucket, lane: Lane, memory: ParameterMemory, ledger: Ledger) -> Task:
+def reduce_dense(bucket: Bucket, lane: Lane, memory: ParameterMemory) -> Task:
     """Average the bucket's buffer over all ranks, in place, in its own dtype."""
     pending = [item for item in bucket.items(bucket.buffer) if item.slot.residual is not None]
     if pending:
-        return (yield from _reduce_with_pending(bucket, lane, memory, ledger, pending))
+        return (yield from _reduce_with_pending(bucket, lane, memory, pending))
     # Divided first, as DDP does: half-precision sums overflow less, and results are bit-equal.
     bucket.buffer.div_(lane.world_size)
     yield lane.all_reduce(bucket.buffer, channel=0)
-    ledger.note_plain(bucket.buffer)
     return bucket.buffer
 
 
 def _reduce_with_pending(
-    bucket: Bucket, lane: Lane, memory: ParameterMemory, ledger: Ledger, pending: list[Item]
+    bucket: Bucket, lane: Lane, memory: ParameterMemory, pending: list[Item]
 ) -> Task:
     """Leaving compression: what was not sent so far is sent now, whole."""
     # A residual may be more than half precision holds, so these few steps are sent as they are computed.
@@ -43,7 +41,6 @@ def _reduce_with_pending(
     ok = torch.isfinite(sums).all()
     settle_pending(owing, memory, flags_F > 0, ok)
     hand_back(bucket, sums, owing, ok)
-    ledger.note(ok, bucket)
     return bucket.buffer
 
 

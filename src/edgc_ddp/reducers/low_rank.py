@@ -40,7 +40,6 @@ from edgc_ddp.reducers.bucket import (
     keep_residual,
 )
 from edgc_ddp.reducers.dense import add_pending, settle_pending
-from edgc_ddp.reducers.skipped import Ledger
 from edgc_ddp.reducers.used import erase_unused, write_flags
 from edgc_ddp.reducers.wire import Payload, begin_sum, largest_sizes, split, steps
 
@@ -64,7 +63,6 @@ def reduce_low_rank(
     lane: Lane,
     settings: Settings,
     memory: ParameterMemory,
-    ledger: Ledger,
     observer: Observer | None,
 ) -> Task:
     """Average the bucket in place; ``observer`` is given on sampled iterations only."""
@@ -133,11 +131,9 @@ def reduce_low_rank(
             item.slot.basis_NR = _next_basis(item.slot.basis_NR, q_RN, useful_R1)
     for item, place in zip(dense, dense_parts, strict=True):
         item.flat.copy_(place)
-    settle_pending(pending, memory, used_pending, ok)
     finite = ok & torch.isfinite(largest_sizes(q.flat))
+    settle_pending(pending, memory, used_pending, finite)
     hand_back(bucket, work, items, finite)
-    if settings.error_feedback:
-        ledger.note(finite, bucket)
     return bucket.buffer
 
 

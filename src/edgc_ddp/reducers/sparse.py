@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from edgc_ddp.lane import Lane, Task
 from edgc_ddp.reducers.bucket import Bucket
-from edgc_ddp.reducers.skipped import Ledger
 
 
-def reduce_sparse(bucket: Bucket, lane: Lane, ledger: Ledger) -> Task:
+def reduce_sparse(bucket: Bucket, lane: Lane) -> Task:
     """Average the bucket's one sparse gradient over all ranks, in place."""
     # Ranks touch different rows, so the result has the rows of all of them: nothing to factorise.
     bucket.buffer.div_(lane.world_size)
     yield lane.all_reduce(bucket.buffer, channel=0)
-    ledger.note_plain(bucket.buffer)
     return bucket.buffer

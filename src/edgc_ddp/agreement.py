@@ -1,0 +1,92 @@
+"""What ranks must agree on before anything is averaged, and what a rank must not be given."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+from edgc_ddp.decisions import Controller, Layout, Plan
+from edgc_ddp.lane import Lane
+from edgc_ddp.memory import ParameterMemory
+from edgc_ddp.progress import Progress
+from edgc_ddp.reducers.bucket import Settings
+
+
+def require_equal_starts(
+    lane: Lane,
+    progress: Progress,
+    settings: Settings,
+    memory: ParameterMemory,
+    controller: Controller,
+) -> None:
+    """Raise RuntimeError on all ranks unless they begin alike. Ranks that differ in what decides when
+    they send, and what, would wait for each other for ever."""
+    text = (
+        f"<iteration {progress.step}, next decision at {progress.plan.until}, {settings}, "
+        f"residual_dtype={memory.residual_dtype}, seed={memory.seed}, "
+        f"controller {type(controller).__name__}, plan {progress.plan.digest()}>"
+    )
+    lane.require_equal(
+        hashlib.sha256(text.encode()).hexdigest(),
+        lambda: text,
+        "the ranks start from different states",
+        "Give EDGCState the same options on all ranks, and load a state on all or on none.",
+    )
+
+
+def require_equal_plans(lane: Lane, plan: Plan) -> None:
+    """Raise RuntimeError on all ranks unless they decided alike."""
+    lane.require_equal(
+        plan.digest(),
+        lambda: _described(plan),
+        "the ranks decided on different plans",
+        "A controller must decide from its arguments alone: no random numbers, clocks, or values that "
+        "differ between ranks.",
+    )
+
+
+def check_world_size(loaded: int, world_size: int) -> None:
+    """Raise ValueError where the loaded state is one of another number of ranks; 0 is not known."""
+    if loaded and world_size and loaded != world_size:
+        raise ValueError(
+            f"the state is one of {loaded} ranks, this run has {world_size}: join the states of all ranks "
+            "first, edgc_ddp.checkpoint.merge([...], world_size)"
+        )
+
+
+def check_origin(origin: int | None, rank: int) -> None:
+    """Raise ValueError where a rank was given another one's state: residuals would be counted twice or
+    never."""
+    if origin is not None and origin != rank:
+        raise ValueError(
+            f"rank {rank} was given the state of rank {origin}: save and load one state for each rank, "
+            "since what is still to be sent differs, or load on all ranks what "
+            "edgc_ddp.checkpoint.merge(states of all ranks, world_size) gives"
+        )
+
+
+def checked_plan(plan: Plan, layout: Layout, step: int) -> Plan:
+    """A controller is a stranger's code: refuse what would break the average, name what it gave."""
+    names = {matrix.name for matrix in layout.matrices}
+    if set(plan.ranks) != names:
+        odd = sorted(set(plan.ranks) ^ names)[0]
+        raise ValueError(
+            f"the controller's plan and the model differ in matrix {odd!r}: a plan names every matrix "
+            "of the layout and nothing else (0 = dense)"
+        )
+    for name, rank in plan.ranks.items():
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+            raise ValueError(
+                f"the controller gave rank {rank!r} for {name!r}: expected an int >= 0"
+            )
+    if not isinstance(plan.until, int) or isinstance(plan.until, bool) or plan.until <= step:
+        raise ValueError(
+            f"the controller's plan ends at iteration {plan.until!r}, but it is {step} now: give a later "
+            "`until`, an int, or edgc_ddp.decisions.FOREVER"
+        )
+    return replace(plan, ranks={m.name: min(plan.ranks[m.name], m.rows) for m in layout.matrices})
+
+
+def _described(plan: Plan) -> str:
+    ranks = ", ".join(f"{name}: {rank}" for name, rank in plan.ranks.items())
+    return f"<{plan.phase} until {plan.until}, ranks {{{ranks}}}>"
