@@ -35,6 +35,8 @@ class Recipe:
     summary: bool = True
     evals: int = 4
     loss_end: float = 1.5
+    later: tuple[tuple[str, int], ...] | None = None
+    """Phase and rank of what stage 1 of a pipeline decides from the warm-up's end on, window by window."""
 
     def shapes(self) -> dict[str, list[int]]:
         shapes = {"embedding.weight": [256, 192]}
@@ -120,9 +122,49 @@ class Recipe:
             )
         return rows
 
+    def staged(self) -> list[dict[str, Any]]:
+        """The rows of a pipeline of two stages, of which the second sent three times as much."""
+        rows = self.rows()
+        decisions = [
+            {
+                "kind": "decision",
+                "stage": 1,
+                "step": self.warmup + place * self.window + 1,
+                "phase": phase,
+                "reason": f"<stage 1 at {rank}>",
+                "ranks": dict.fromkeys(self.shapes(), rank),
+            }
+            for place, (phase, rank) in enumerate(self.later or ())
+        ]
+        for row in rows:
+            if row["kind"] == "step":
+                row["stages"] = 2
+            if row["kind"] == "decision":
+                row["stage"] = 0
+            if row["kind"] == "summary":
+                row["stages"] = [
+                    {
+                        "stage": stage,
+                        "rank": rank,
+                        "phase": "compress" if rank else "dense",
+                        "reason": f"<stage {stage} at {rank}>",
+                        "mean_rank": 2.0 * rank,
+                        "backward_seconds": 0.001,
+                        "backward_end_seconds": 0.02,
+                        "finish_seconds": 0.03,
+                        "residual": 0.25 if rank else None,
+                        "wire_bytes": row["wire_bytes"] * share // 4,
+                        "dense_bytes": row["dense_bytes"] // 2,
+                    }
+                    for stage, (rank, share) in enumerate([(8, 1), (0, 3)])
+                ]
+        # Later stages are told of at the next exchange, so behind steps that come after theirs.
+        return rows[:-1] + decisions + rows[-1:]
+
     def write(self, folder: Path) -> Path:
         folder.mkdir(parents=True)
-        lines = [json.dumps(row) for row in self.rows()]
+        rows = self.rows() if self.later is None else self.staged()
+        lines = [json.dumps(row) for row in rows]
         (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
         (folder / "config.yaml").write_text(
             f"controller:\n  _target_: edgc_ddp.controllers.{self.controller}\n"

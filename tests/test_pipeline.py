@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
@@ -24,11 +25,14 @@ from edgc_ddp.decisions import FOREVER, Layout, MatrixSpec, Observation, Plan, S
 from edgc_ddp.lane import Lane
 from edgc_ddp.report.load import Run
 from edgc_ddp.report.stages import draw_stages, time_line
-from edgc_ddp.stages import StageBoard, StageRow
+from edgc_ddp.stages import StageBoard, StageCounts, StageRow
+from edgc_ddp.train import checkpoint
 from edgc_ddp.train.model import build, shapes
 from edgc_ddp.train.pipeline import Pipeline
+from edgc_ddp.train.record import headline
 from edgc_ddp.train.schema import Config, ModelConfig, ParallelConfig, TrainConfig
 from edgc_ddp.train.stage_model import Stage
+from edgc_ddp.train.validate import identity
 
 CPU = torch.device("cpu")
 TABLE_5 = [(16, 0.7417), (32, 1.4833), (64, 3.0167)]
@@ -197,6 +201,98 @@ def test_a_stage_without_times_or_alignment_takes_the_first_stages_rank() -> Non
     assert plans[-1].phase == "compress" and "times unknown" in plans[-1].reason
 
 
+def test_a_stage_that_goes_dense_says_why() -> None:
+    def reason(first: float) -> str:
+        stage = Follower(linear)
+        stage.news(0, until=12)
+        stage.decide()
+        stage.news(16, until=22, first=first)
+        while stage.decide().phase == "calibration":
+            pass
+        assert stage.plan is not None and stage.plan.ranks["w"] == 0
+        return stage.plan.reason
+
+    assert reason(40.0).endswith("dense, which is done in that time: compressing would win nothing")
+    assert reason(32.5).endswith("the rank that fits is above the highest that pays on this link")
+
+
+def test_the_mean_rank_of_a_run_leaves_dense_stages_and_dense_steps_out() -> None:
+    board = StageBoard(stages=2, start_iter=2)
+    assert board.run_mean_rank == 0.0
+    dense, one, both = (
+        StageCounts.of({"wire_bytes": 1, "dense_bytes": 2}, ranks)
+        for ranks in ([0, 0, 0], [16, 16, 0], [16, 16, 8])
+    )
+    for whole in (dense, one, both, dense):
+        board.count(whole)
+    assert board.run_mean_rank == (16 + 40 / 3) / 2 and board.whole == dense
+    again = StageBoard(stages=2, start_iter=2)
+    again.load_state_dict(board.state_dict())
+    assert (again.run_mean_rank, again.whole) == (board.run_mean_rank, dense)
+
+
+@pytest.mark.parametrize(
+    ("wire", "saved"), [(100, "0%"), (100.1, "0%"), (102, "-2%"), (99.6, "0%"), (40, "60%")]
+)
+def test_a_headline_knows_no_negative_zero(wire: float, saved: str) -> None:
+    row = {"loss": 1.0, "mean_rank": 0.0, "entropy": math.nan, "wire_bytes": wire}
+    told = headline({**row, "dense_bytes": 100, "stages": 2})
+    assert told == f"loss 1.000 rank 0.0 saved {saved} (2 stages)"
+
+
+def _resumed(tmp_path: Path, first: ParallelConfig, then: ParallelConfig, **rank: int) -> int:
+    """Check a checkpoint of a run with ``first`` for one with ``then`` (and FixedRank's other options)."""
+    options = {"model": CONFIG.model, "train": CONFIG.train}
+    written = identity(Config(**options, parallel=first), FixedRank(4), 4)
+    manifest = {"format": checkpoint.FORMAT, "step": 5, "files": {}, **written}
+    (tmp_path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    controller = FixedRank(**{"rank": 4, **rank})
+    return checkpoint.check(
+        tmp_path, identity(Config(**options, parallel=then), controller, world_size=4)
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ranks": "common"},
+        {"ranks": "own"},
+        {"schedule": "gpipe"},
+        {"microbatches": 2},
+        {"calibration_steps": 6},
+    ],
+)
+def test_resume_with_other_stages_is_refused_before_any_process(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    first = ParallelConfig(pp=2)
+    assert _resumed(tmp_path, first, ParallelConfig(pp=2, compressed=[0, 1])) == 5
+    (name, value), *_ = change.items()
+    with pytest.raises(ValueError, match=rf"parallel\.{name}=.*, this run has {value}, but .*set"):
+        _resumed(tmp_path, first, ParallelConfig(pp=2, **change))
+    # Without a pipeline none of them means anything.
+    assert _resumed(tmp_path, ParallelConfig(), ParallelConfig(**change)) == 5
+
+
+def test_resume_with_other_compressed_stages_or_controller_options_is_refused(
+    tmp_path: Path,
+) -> None:
+    first = ParallelConfig(pp=2, ranks="selective")
+    with pytest.raises(ValueError, match=r"parallel\.compressed=\[0\], this run has \[0, 1\]"):
+        _resumed(tmp_path, first, ParallelConfig(pp=2, ranks="selective", compressed=[0, 1]))
+    with pytest.raises(
+        ValueError, match=r"controller\.rank=4, this run has 8; set controller\.rank"
+    ):
+        _resumed(tmp_path, ParallelConfig(), ParallelConfig(), rank=8)
+    # A checkpoint that does not say how its stages were set up cannot be known to fit.
+    manifest = json.loads((tmp_path / checkpoint.MANIFEST).read_text())
+    del manifest["pipeline"], manifest["options"]
+    (tmp_path / checkpoint.MANIFEST).write_text(json.dumps({**manifest, "stages": 2}))
+    now = identity(Config(model=CONFIG.model, parallel=ParallelConfig(pp=2)), FixedRank(4), 4)
+    with pytest.raises(ValueError, match=r"parallel\.ranks=unknown"):
+        checkpoint.check(tmp_path, now)
+
+
 def test_a_first_stage_that_is_dense_for_ever_keeps_all_dense() -> None:
     stage = Follower(linear)
     stage.news(0, until=FOREVER)
@@ -306,7 +402,15 @@ def _pipeline_gradients(rank: int, world_size: int, pp: int, schedule: str) -> i
         loss = pipeline.backward(inputs, targets)
         for name, p in pipeline.module.named_parameters():
             torch.testing.assert_close(p.grad, expected[name], atol=1e-6, rtol=1e-4)
-    norm, told_loss = pipeline.clip(expected_norm / 2, loss)
+    own = StageCounts(
+        10.0 + pipeline.stage, 100.0, 8.0 * (pipeline.stage == 0), pipeline.stage == 0
+    )
+    norm, told_loss = pipeline.clip(expected_norm / 2, loss, own)
+    pipeline.count()
+    whole_metrics = pipeline.whole_metrics()
+    assert whole_metrics["wire_bytes"] == 10 * pp + pp * (pp - 1) // 2
+    # A dense stage is not one of rank 0.
+    assert (whole_metrics["mean_rank"], whole_metrics["dense_bytes"]) == (8.0, 100 * pp)
     assert norm.item() == pytest.approx(expected_norm, rel=1e-4)
     for name, p in pipeline.module.named_parameters():
         torch.testing.assert_close(p.grad, expected[name] / 2, atol=1e-6, rtol=1e-4)
@@ -336,13 +440,24 @@ def _train_a_little(rank: int, world_size: int) -> tuple[bytes, int, dict[str, i
     optimizer = torch.optim.AdamW(pipeline.module.parameters(), lr=1e-2)
     for step in range(6):
         optimizer.zero_grad()
-        _, loss = pipeline.clip(1.0, pipeline.backward(*some_texts(10 * step + pipeline.replica)))
+        loss = pipeline.backward(*some_texts(10 * step + pipeline.replica))
+        pipeline.clip(1.0, loss, StageCounts.of(state.metrics(), state.plan().values()))
+        pipeline.count()
         optimizer.step()
     # No backward that is not a step's: compression starts when it is told to.
     assert state.metrics()["step"] == 6
     pipeline.exchange(state)
     row = pipeline.board.rows[pipeline.stage]
     assert row.rank == 4 and 0 < row.backward < row.ended < row.finish
+    whole, told = pipeline.whole_metrics(), pipeline.summaries(state, state.metrics())
+    assert [stage["reason"] for stage in told] == [state.history[-1]["reason"]] * 2
+    assert whole["wire_bytes"] == sum(stage["wire_bytes"] for stage in told)
+    # No step since the exchange above, so its times stand.
+    assert told[pipeline.stage]["finish_seconds"] == row.finish
+    assert (whole["mean_rank"], whole["run_mean_rank"]) == (4.0, 4.0)
+    decisions = pipeline.new_decisions(state)
+    assert [d["stage"] for d in decisions] == [0] * len(state.history) + [1] * len(state.history)
+    assert pipeline.new_decisions(state) == []
     state.close()
     return pipeline.module.tokens.weight.detach().numpy().tobytes(), pipeline.stage, state.plan()
 

@@ -19,6 +19,8 @@ from edgc_ddp.report.compare import labels
 from edgc_ddp.report.heatmap import draw_heatmap, rank_table
 from edgc_ddp.report.load import Run, load_run
 from edgc_ddp.report.plots import window_savings
+from edgc_ddp.report.stage_table import HEADS
+from edgc_ddp.report.words import in_bytes, sentence
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -105,14 +107,15 @@ def test_sentence_tells_the_run(whole: tuple[Path, Page]) -> None:
     )
     assert "1.5678" in sentence
     assert f"{ratio:.2f} times fewer bytes" in sentence
-    assert sentence.endswith("the mean rank went 32 → 8")
+    assert "each rank sent" in sentence
+    assert sentence.endswith("the mean rank went 32 → 8, trials left out")
 
 
 def test_tables_show_settings_results_and_decisions(whole: tuple[Path, Page]) -> None:
     folder, page = whole
     assert page.row("r_max") == ["32"]
     assert page.row("world_size") == ["2"]
-    assert page.row("mean rank while compressing") == ["17.2"]
+    assert page.row("mean rank while compressing, trials included") == ["17.2"]
     assert page.row("final plan") == ["feedc0de00000000"]
     decisions = load_run(folder).decisions
     log = [cells for cells in page.cells if len(cells) == 5 and cells[0] != "step"]
@@ -120,6 +123,80 @@ def test_tables_show_settings_results_and_decisions(whole: tuple[Path, Page]) ->
     assert log[0][:2] == ["2", "warm-up (dense)"] and log[0][3] == "dense"
     last = decisions[-1]
     assert log[-1] == ["395", "compression", f"{last['entropy']:.2f}", "8", last["reason"]]
+
+
+LATER = (("calibration", 2), ("compress", 16), ("compress", 20), ("dense", 0))
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Page]:
+    folder = Recipe(later=LATER).write(tmp_path_factory.mktemp("staged") / "run")
+    return folder, report(folder)
+
+
+def test_a_pipelines_bytes_are_said_to_be_a_replicas(staged: tuple[Path, Page]) -> None:
+    folder, page = staged
+    summary = load_run(folder).summary or {}
+    whole = in_bytes(summary["wire_bytes"])
+    first, second = (in_bytes(stage["wire_bytes"]) for stage in summary["stages"])
+    assert f"one replica (2 stages) sent {whole} instead of" in page.text
+    assert f"(a rank of stage 0 {first}, of stage 1 {second})" in page.text
+    assert page.row("bytes sent per replica (all its stages)") == [whole]
+    assert "each rank sent" not in page.text and "one rank sent" not in page.text
+    assert any("one replica, all its stages together, sent" in alt for alt in page.alts)
+
+
+def test_a_pipelines_ranks_are_told_by_stage(staged: tuple[Path, Page]) -> None:
+    _, page = staged
+    assert "on stage 0 the mean rank went 32 → 8; on stage 1" in page.text
+    assert "on stage 1 the mean rank went 16 → 20 → dense, trials left out." in page.text
+    assert page.row("rank path") == ["stage 0: 32 → 8; stage 1: 16 → 20 → dense"]
+    ends = [cells for cells in page.cells if len(cells) == len(HEADS) and cells[0] in "01"]
+    assert [cells[1:5] for cells in ends] == [
+        ["8", "compression", "32 → 8", "16.0"],
+        ["dense", "dense", "16 → 20 → dense", "dense"],
+    ]
+    assert [cells[7:] for cells in ends] == [
+        ["1.00", "20.0", "30.0", "<stage 0 at 8>"],
+        ["1.00", "20.0", "30.0", "<stage 1 at 0>"],
+    ]
+
+
+def test_the_decisions_of_all_stages_are_in_order(staged: tuple[Path, Page]) -> None:
+    folder, page = staged
+    run = load_run(folder)
+    log = [cells for cells in page.cells if len(cells) == 6 and cells[0] != "stage"]
+    assert len(log) == len(run.decisions) + len(LATER)
+    assert [int(cells[1]) for cells in log] == sorted(int(cells[1]) for cells in log)
+    assert [cells[5] for cells in log if cells[0] == "1"] == [
+        f"<stage 1 at {rank}>" for _, rank in LATER
+    ]
+    assert {"ranks", "ranks-stage1", "stages"} <= {p.stem for p in folder.glob("report/*.png")}
+    titles = re.findall(r"<h2[^>]*>([^<]*)</h2>", page.html)
+    assert {"Gradient entropy, stage 0", "Rank by parameter, stage 1", "Rank"} <= set(titles)
+
+
+def test_stages_that_went_alike_are_told_once() -> None:
+    alike = ({"step": 2, "phase": "fixed", "ranks": {"a": 8}},)
+    run = Run(Path("r"), decisions=alike, later_stages=(alike, alike))
+    assert sentence(run).endswith("on all stages the mean rank stayed at 8 while compressing.")
+
+
+def test_a_killed_pipeline_is_still_told_as_one(tmp_path: Path) -> None:
+    recipe = Recipe(steps=100, warmup=20, summary=False, later=(("dense", 0),))
+    page = report(recipe.write(tmp_path / "run"))
+    assert "one replica (2 stages) sent" in page.text and "a rank of stage" not in page.text
+    assert "on stage 1 nothing was compressed" in page.text
+    assert "Stage 1: No decision compressed a matrix" in page.text
+
+
+def test_a_pipeline_is_compared_by_replica(
+    staged: tuple[Path, Page], three: list[Path], tmp_path: Path
+) -> None:
+    assert main(["compare", str(staged[0]), str(three[0]), "--out", str(tmp_path)]) == 0
+    page = Page(tmp_path / "index.html")
+    assert any("A replica is one rank, or all stages of a pipeline" in alt for alt in page.alts)
+    assert page.row("bytes sent per rank")[0] == "–"
 
 
 def test_phases_cover_the_run_without_gaps(whole: tuple[Path, Page]) -> None:

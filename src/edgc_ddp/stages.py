@@ -3,14 +3,52 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgc_ddp.controllers.alignment import News, seconds_at
 from edgc_ddp.decisions import FOREVER, Plan
 from edgc_ddp.lane import Lane
+
+if TYPE_CHECKING:
+    from edgc_ddp import EDGCState
+
+
+@dataclass(frozen=True)
+class StageCounts:
+    """What one stage has sent and compresses. The sum over the stages is that of one replica."""
+
+    wire_bytes: float = 0.0
+    """Bytes that one rank of the stage has sent."""
+    dense_bytes: float = 0.0
+    """Bytes that plain DDP would have sent."""
+    rank_sum: float = 0.0
+    """Ranks of the matrices that are compressed now, added up."""
+    matrices: float = 0.0
+    """How many matrices those are."""
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, Any], ranks: Iterable[int]) -> StageCounts:
+        """From ``EDGCState.metrics()`` and the ranks of ``EDGCState.plan()``, 0 = dense.
+
+        >>> StageCounts.of({"wire_bytes": 25, "dense_bytes": 100}, [16, 0, 8])
+        StageCounts(wire_bytes=25.0, dense_bytes=100.0, rank_sum=24.0, matrices=2.0)
+        """
+        compressed = [rank for rank in ranks if rank]
+        sent, dense = float(metrics["wire_bytes"]), float(metrics["dense_bytes"])
+        return cls(sent, dense, float(sum(compressed)), float(len(compressed)))
+
+    @property
+    def mean_rank(self) -> float:
+        """Over the compressed matrices, whose stage does not count; 0 when none is.
+
+        >>> dense_stage = StageCounts(rank_sum=0, matrices=0)
+        >>> StageCounts(rank_sum=32, matrices=2).mean_rank, dense_stage.mean_rank
+        (16.0, 0.0)
+        """
+        return self.rank_sum / self.matrices if self.matrices else 0.0
 
 
 @dataclass(frozen=True)
@@ -30,7 +68,22 @@ class StageRow:
     finish: float = math.nan
     """End of the last average, from the begin of the step."""
     residual: float = math.nan
-    """Share of the gradient's energy that stayed behind, mean over matrices."""
+    """Share of the gradient's energy that stayed behind, mean over matrices; nan when dense."""
+
+    @classmethod
+    def of(cls, state: EDGCState | None, **times: float) -> StageRow:
+        """What a stage's state tells, between iterations; ``times`` are the fields that it cannot know:
+        ``backward``, ``ended``, ``finish`` (seconds). None is a stage without the hook.
+
+        >>> from edgc_ddp import EDGCState
+        >>> StageRow.of(EDGCState(start_iter=2), backward=0.25)
+        StageRow(rank=0.0, until=2.0, span=nan, backward=0.25, ended=nan, finish=nan, residual=nan)
+        """
+        if state is None:
+            return cls(**times)
+        progress = state.engine.progress
+        rank, until = float(plan_rank(progress.plan)), float(progress.plan.until)
+        return cls(rank, until, progress.span_seconds, residual=progress.residual, **times)
 
 
 _NAMES = tuple(field.name for field in fields(StageRow))
@@ -64,7 +117,10 @@ class StageBoard:
     def __init__(self, stages: int, start_iter: int) -> None:
         self.stages = stages
         self.rows: tuple[StageRow, ...] = ()
+        self.whole = StageCounts()
+        """All stages together, since the last :meth:`count`."""
         self._until = start_iter
+        self._rank_sum, self._compressed_steps = 0.0, 0
         self._first_times: dict[int, float] = {}
 
     def due(self, finished: int) -> bool:
@@ -94,6 +150,18 @@ class StageBoard:
         self.rows = tuple(rows)
         self._until = round(rows[0].until)
 
+    def count(self, whole: StageCounts) -> None:
+        """An iteration is over; ``whole`` is the sum over its stages, equal on all ranks."""
+        self.whole = whole
+        if whole.matrices:
+            self._rank_sum += whole.mean_rank
+            self._compressed_steps += 1
+
+    @property
+    def run_mean_rank(self) -> float:
+        """Mean of the mean ranks of all iterations in which any stage compressed; 0 without any."""
+        return self._rank_sum / self._compressed_steps if self._compressed_steps else 0.0
+
     def news(self, stage: int) -> News | None:
         """What ``stage`` must know of those before it; None before the first exchange.
 
@@ -110,7 +178,14 @@ class StageBoard:
     def state_dict(self) -> dict[str, Any]:
         """Plain values, equal on all ranks."""
         rows = [asdict(row) for row in self.rows]
-        return {"rows": rows, "until": self._until, "first_times": dict(self._first_times)}
+        return {
+            "rows": rows,
+            "until": self._until,
+            "first_times": dict(self._first_times),
+            "whole": asdict(self.whole),
+            "rank_sum": self._rank_sum,
+            "compressed_steps": self._compressed_steps,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`. Raises ValueError when it is of another number of stages."""
@@ -121,3 +196,6 @@ class StageBoard:
         self.rows = tuple(StageRow(**row) for row in state["rows"])
         self._until = state["until"]
         self._first_times = dict(state["first_times"])
+        self.whole = StageCounts(**state["whole"])
+        self._rank_sum = state["rank_sum"]
+        self._compressed_steps = state["compressed_steps"]

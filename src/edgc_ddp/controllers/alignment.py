@@ -120,7 +120,9 @@ class FollowingStage:
         until = max(news.until, step) + 1
         if news.rank == 0:
             phase = "dense" if news.until >= FOREVER else "warmup"
-            return _plan(state, 0, phase, step, until, "the first stage is dense")
+            return _plan(
+                state, 0, phase, step, until, "the first stage is dense, and so is this one"
+            )
         told = f"first stage at rank {news.rank}"
         if self.ranks == "common":
             return _plan(state, news.rank, "compress", step, until, told)
@@ -137,15 +139,30 @@ class FollowingStage:
     ) -> tuple[State, Plan]:
         allowed = news.first_seconds + news.slack_seconds
         if not math.isfinite(allowed) or state["dense"] is None or not state["trials"]:
-            told = f"{told}, times unknown: the same"
+            told = f"{told}, times unknown: the same rank"
             return _plan(state, news.rank, "compress", step, until, told)
         trials = [(rank, seconds) for rank, seconds in state["trials"]]
         rank = aligned_rank(news.first_seconds, news.slack_seconds, state["dense"], trials)
         told = (
             f"{told} in {news.first_seconds:.3g} s, {news.slack_seconds:.3g} s to spare, dense takes "
-            f"{state['dense']:.3g} s: {f'rank {rank}' if rank else 'dense'}"
+            f"{state['dense']:.3g} s: {_verdict(rank, allowed, state['dense'])}"
         )
         return _plan(state, rank, "compress" if rank else "dense", step, until, told)
+
+
+def _verdict(rank: int, allowed: float, dense_seconds: float) -> str:
+    """A rank of :func:`aligned_rank` in words, a dense stage with what made it so.
+
+    >>> _verdict(24, 0.5, 0.9), _verdict(0, 0.5, 0.4)
+    ('rank 24', 'dense, which is done in that time: compressing would win nothing')
+    >>> _verdict(0, 0.5, 0.5)
+    'dense, since the rank that fits is above the highest that pays on this link'
+    """
+    if rank:
+        return f"rank {rank}"
+    if dense_seconds < allowed:
+        return "dense, which is done in that time: compressing would win nothing"
+    return "dense, since the rank that fits is above the highest that pays on this link"
 
 
 def _next_to_time(state: State) -> int | None:

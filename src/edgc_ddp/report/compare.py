@@ -158,6 +158,11 @@ def _label_all_steps(axis: Axes, runs: Sequence[Run]) -> None:
     label_steps(axis, min(run.first_step for run in runs), max(run.last_step for run in runs))
 
 
+def _sender(runs: Sequence[Run]) -> str:
+    """Whose bytes all of these runs count: where stages share a model, a rank's are not comparable."""
+    return "rank" if all(run.stages == 1 for run in runs) else "replica"
+
+
 def _known(curve: _Curve) -> bool:
     return bool(np.isfinite(curve[1]).any())
 
@@ -210,7 +215,7 @@ def _loss_by_bytes(runs: Sequence[Run]) -> Picture | str:
         )
     axis.set_xscale("log")
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axis.set_xlabel(f"bytes sent per rank so far ({name}, logarithmic)")
+    axis.set_xlabel(f"bytes sent per {_sender(runs)} so far ({name}, logarithmic)")
     axis.set_ylabel("loss (nats per byte)")
     told = (
         "What each byte on the wire bought: lower and further left is better. Lines are the "
@@ -255,7 +260,10 @@ def _bytes(runs: Sequence[Run]) -> Picture | str:
         axis.plot(steps, values / unit, label=label, **_look(place))
     axis.set_ylim(bottom=0)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axis.set_ylabel(f"bytes sent per rank so far ({name})")
+    who = _sender(runs)
+    axis.set_ylabel(f"bytes sent per {who} so far ({name})")
     _label_all_steps(axis, runs)
-    told = "Bytes that one rank sent, with what plain DDP sends for the largest of these runs."
+    told = f"Bytes that one {who} sent, with what plain DDP sends for the largest of these runs."
+    if who == "replica":
+        told += " A replica is one rank, or all stages of a pipeline together."
     return Picture("bytes", "Bytes on the wire", told, _finish(drawing, [axis]))

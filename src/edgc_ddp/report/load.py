@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Run:
-    """One run. Rows are in order of their step, one per step and kind, the latest written."""
+    """One run. Rows are in order of their step, one per step, stage and kind, the latest written.
+
+    Of a pipeline, a step's bytes are those of one replica, the sum over its stages, and its mean rank is
+    over what any stage compresses; its phase, entropy, residual and time of an average are stage 0's.
+    """
 
     folder: Path
     steps: tuple[Row, ...] = ()
@@ -64,6 +68,31 @@ class Run:
     environment: Row | None = None
     notes: tuple[str, ...] = ()
     """What was missing or unreadable, one sentence each."""
+    later_stages: tuple[tuple[Row, ...], ...] = ()
+    """Decisions of stages 1, 2, ... of a pipeline; ``decisions`` are those of stage 0."""
+
+    @cached_property
+    def stage_summaries(self) -> tuple[Row, ...]:
+        """What the summary tells of each stage of a pipeline; empty without one."""
+        told = (self.summary or {}).get("stages")
+        return tuple(row for row in told if isinstance(row, dict)) if isinstance(told, list) else ()
+
+    @cached_property
+    def stages(self) -> int:
+        """Into how many stages the model was cut; 1 without a pipeline.
+
+        >>> Run(Path("r"), steps=({"step": 1, "stages": 2},)).stages, Run(Path("r")).stages
+        (2, 1)
+        """
+        told = number(self.steps[-1].get("stages")) if self.steps else math.nan
+        least = int(told) if math.isfinite(told) else 1
+        return max(least, len(self.stage_summaries), 1 + len(self.later_stages))
+
+    def of_stage(self, stage: int) -> Run:
+        """The run as one stage of its pipeline decided it, without the steps, which are of all stages."""
+        everyone = (self.decisions, *self.later_stages)
+        own = everyone[stage] if stage < len(everyone) else ()
+        return replace(self, steps=(), decisions=own, later_stages=())
 
     def series(self, key: str) -> tuple[Series, Series]:
         """Steps and values of one key of the step rows, nan where it was not measured.
@@ -249,30 +278,39 @@ def load_run(folder: Path | str) -> Run:
     if not path.is_file():
         raise ValueError(f"{folder} is no run folder: looked for {path}{_hint(folder)}")
     rows, notes = _read_rows(path)
-    kinds: dict[str, dict[int, Row]] = {"step": {}, "decision": {}, "eval": {}}
+    kinds: dict[str, dict[int, Row]] = {"step": {}, "eval": {}}
+    decisions: dict[int, dict[int, Row]] = {0: {}}
     summary: Row | None = None
     for row in rows:
         if row.get("kind") == "summary":
             summary = row
-        elif row.get("kind") in kinds and math.isfinite(number(row.get("step"))):
-            kinds[row["kind"]][int(row["step"])] = row
-    if summary is None and not any(kinds.values()):
+        elif math.isfinite(number(row.get("step"))):
+            if row.get("kind") == "decision":
+                # Later stages are told of late: only the step orders them.
+                stage = int(np.nan_to_num(number(row.get("stage"))))
+                decisions.setdefault(stage, {})[int(row["step"])] = row
+            elif row.get("kind") in kinds:
+                kinds[row["kind"]][int(row["step"])] = row
+    if summary is None and not any([*kinds.values(), *decisions.values()]):
         raise ValueError(f"{path} has no complete row yet: try again when the run has made a step")
     config, config_notes = _read_mapping(folder / CONFIG)
     environment, environment_notes = _read_mapping(folder / ENVIRONMENT)
-    steps, decisions, evals = (
-        tuple(by_step[step] for step in sorted(by_step)) for by_step in kinds.values()
-    )
+    first, *later = (_ordered(decisions.get(k, {})) for k in range(1 + max(decisions)))
     return Run(
         folder=folder,
-        steps=steps,
-        decisions=decisions,
-        evals=evals,
+        steps=_ordered(kinds["step"]),
+        decisions=first,
+        evals=_ordered(kinds["eval"]),
         summary=summary,
         config=config,
         environment=environment,
         notes=(*notes, *config_notes, *environment_notes),
+        later_stages=tuple(later),
     )
+
+
+def _ordered(by_step: dict[int, Row]) -> tuple[Row, ...]:
+    return tuple(by_step[step] for step in sorted(by_step))
 
 
 def _hint(folder: Path) -> str:

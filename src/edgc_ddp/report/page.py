@@ -12,6 +12,7 @@ from edgc_ddp.report.drawing import Picture
 from edgc_ddp.report.load import Row, Run, number
 from edgc_ddp.report.phases import phase_label
 from edgc_ddp.report.plots import pictures
+from edgc_ddp.report.stage_table import HEADS, stage_rows
 from edgc_ddp.report.words import digits, flat, key_figures, rank_words, sentence
 
 _CSS = """
@@ -111,6 +112,9 @@ def render_page(run: Run, drawn: Sequence[Picture], missing: Sequence[str] = ())
     if missing:
         body.append("<h2>Not shown</h2>")
         body += [f'<p class="soft">{escape(text)}</p>' for text in missing]
+    if run.stage_summaries:
+        cells = [[f"<td>{escape(cell)}</td>" for cell in row] for row in stage_rows(run)]
+        body += ["<h2>Stages at the end</h2>", wide_table(HEADS, cells, "stages")]
     body += ["<h2>Decisions</h2>", _decision_log(run)]
     return document(f"{name} – EDGC run", body)
 
@@ -153,10 +157,16 @@ def _settings(run: Run) -> list[str]:
 
 
 def _decision_log(run: Run) -> str:
-    if not run.decisions:
+    stages = (run.decisions, *run.later_stages)
+    if not any(stages):
         return '<p class="soft">No decision was recorded.</p>'
     heads = ["step", "phase", "entropy (nats)", "rank", "reason"]
-    return wide_table(heads, map(_decision_cells, run.decisions), "decisions")
+    if run.stages == 1:
+        return wide_table(heads, map(_decision_cells, run.decisions), "decisions")
+    rows = [(int(row["step"]), stage, row) for stage, own in enumerate(stages) for row in own]
+    rows.sort(key=lambda entry: entry[:2])
+    cells = [[f'<td class="number">{stage}</td>', *_decision_cells(row)] for _, stage, row in rows]
+    return wide_table(["stage", *heads], cells, "decisions")
 
 
 def _decision_cells(row: Row) -> list[str]:

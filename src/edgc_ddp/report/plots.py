@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import matplotlib
 import numpy as np
@@ -49,10 +50,31 @@ def pictures(run: Run) -> tuple[list[Picture], list[str]]:
                 drawn.append(result)
             else:
                 missing.append(result)
+        for stage in range(1, run.stages):
+            result = _heat(run.of_stage(stage))
+            if isinstance(result, Picture):
+                drawn.append(
+                    replace(
+                        result, name=f"ranks-stage{stage}", title=f"{result.title}, stage {stage}"
+                    )
+                )
+            else:
+                missing.append(f"Stage {stage}: {result}")
         # A run without a pipeline misses nothing.
         if (stages := draw_stages(run)) is not None:
             drawn.append(stages)
-    return drawn, missing
+    return (drawn if run.stages == 1 else list(map(_of_stages, drawn))), missing
+
+
+_FIRST_STAGE = ("entropy", "ranks", "residual", "span")
+_SHADED = ("loss", "entropy", "rank", "bytes", "residual", "span")
+
+
+def _of_stages(picture: Picture) -> Picture:
+    """A pipeline's picture with the stage that it is of in its title."""
+    title = f"{picture.title}, stage 0" if picture.name in _FIRST_STAGE else picture.title
+    told = picture.told + (" Shaded: the phases of stage 0." if picture.name in _SHADED else "")
+    return replace(picture, title=title, told=told)
 
 
 def window_edges(run: Run) -> Series:
@@ -201,8 +223,10 @@ def _span(run: Run) -> Picture | str:
 def _rank(run: Run) -> Picture | str:
     steps, means = run.series("mean_rank")
     edges = window_edges(run)
-    lists = [compressed_ranks(row) for row in run.decisions]
-    windows = np.array([mean_rank(row) or math.nan for row in run.decisions])
+    # Decisions are one stage's; the steps' mean is of all stages.
+    rows = run.decisions if run.stages == 1 else ()
+    lists = [compressed_ranks(row) for row in rows]
+    windows = np.array([mean_rank(row) or math.nan for row in rows])
     means = np.where(means > 0, means, np.nan)
     if not np.isfinite(windows).any() and not np.isfinite(means).any():
         return "Every matrix was averaged dense: there are no ranks to show."
@@ -232,7 +256,8 @@ def _rank(run: Run) -> Picture | str:
             clip_on=False,
         )
     else:
-        axis.plot(steps, means, color=BLUE, linewidth=2, drawstyle="steps-post", label="mean rank")
+        label = "mean rank" if run.stages == 1 else "mean rank of all stages"
+        axis.plot(steps, means, color=BLUE, linewidth=2, drawstyle="steps-post", label=label)
     axis.set_ylim(0, 1.12 * axis.dataLim.y1)
     bounds = {name: number(run.setting(f"controller.{name}")) for name in ("r_max", "r_min")}
     for name, bound in bounds.items():
@@ -306,5 +331,6 @@ def _bytes(run: Run) -> Picture | str:
         )
     below.set_ylim(bottom=0)
     below.set_ylabel("times fewer bytes")
-    told = "Bytes that one rank sent, and what plain DDP would have sent for the same gradients."
+    who = "one rank" if run.stages == 1 else "one replica, all its stages together,"
+    told = f"Bytes that {who} sent, and what plain DDP would have sent for the same gradients."
     return Picture("bytes", "Bytes on the wire", told, _finish(figure, [axis, below], run))

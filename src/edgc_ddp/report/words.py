@@ -82,14 +82,27 @@ def rank_words(row: Row) -> str:
 
 
 def path_words(run: Run) -> str:
-    """The turning points of the mean rank.
+    """The turning points of the mean rank, trials left out, and whether it ended dense.
 
     >>> from pathlib import Path
     >>> rows = tuple({"step": r, "phase": "compress", "ranks": {"a": r}} for r in (32, 8))
     >>> path_words(Run(Path("r"), decisions=rows))
     '32 → 8'
+    >>> path_words(Run(Path("r"), decisions=(*rows, {"step": 40, "phase": "dense", "ranks": {"a": 0}})))
+    '32 → 8 → dense'
     """
-    return " → ".join(map(_short, run.rank_path)) or UNKNOWN
+    path = [_short(rank) for rank in run.rank_path]
+    if path and run.decisions and not compressed_ranks(run.decisions[-1]):
+        path.append("dense")
+    return " → ".join(path) or UNKNOWN
+
+
+def _paths(run: Run) -> str:
+    """:func:`path_words`, of a pipeline for each stage."""
+    if run.stages == 1:
+        return path_words(run)
+    stages = range(run.stages)
+    return "; ".join(f"stage {stage}: {path_words(run.of_stage(stage))}" for stage in stages)
 
 
 def _short(rank: float) -> str:
@@ -120,30 +133,60 @@ def sentence(run: Run) -> str:
     return f"{text}; {_traffic(run)}; {_ranks(run)}."
 
 
+def sender(run: Run) -> str:
+    """Whose bytes are counted.
+
+    >>> from pathlib import Path
+    >>> sender(Run(Path("r"))), sender(Run(Path("r"), steps=({"step": 1, "stages": 2},)))
+    ('each rank', 'one replica (2 stages)')
+    """
+    return "each rank" if run.stages == 1 else f"one replica ({run.stages} stages)"
+
+
 def _traffic(run: Run) -> str:
-    sent, dense = run.total("wire_bytes"), run.total("dense_bytes")
+    sent, dense, who = run.total("wire_bytes"), run.total("dense_bytes"), sender(run)
     if not math.isfinite(run.saving):
         return "the bytes it sent were not recorded"
     if abs(run.saving - 1) < 0.005:
-        return f"each rank sent {in_bytes(sent)}, as much as plain DDP"
-    if run.saving < 1:
-        return (
-            f"each rank sent {in_bytes(sent)}, {digits(1 / run.saving)} times as many bytes as "
+        text = f"{who} sent {in_bytes(sent)}, as much as plain DDP"
+    elif run.saving < 1:
+        text = (
+            f"{who} sent {in_bytes(sent)}, {digits(1 / run.saving)} times as many bytes as "
             f"plain DDP ({in_bytes(dense)})"
         )
-    return (
-        f"each rank sent {in_bytes(sent)} instead of {in_bytes(dense)}, {digits(run.saving)} times "
-        "fewer bytes than plain DDP"
-    )
+    else:
+        text = (
+            f"{who} sent {in_bytes(sent)} instead of {in_bytes(dense)}, {digits(run.saving)} times "
+            "fewer bytes than plain DDP"
+        )
+    parts = [in_bytes(number(stage.get("wire_bytes"))) for stage in run.stage_summaries]
+    shares = [f"{'a rank ' if not k else ''}of stage {k} {part}" for k, part in enumerate(parts)]
+    return f"{text} ({', '.join(shares)})" if shares else text
 
 
 def _ranks(run: Run) -> str:
-    path = run.rank_path
-    if not path:
-        return "nothing was compressed"
-    if len(path) == 1:
-        return f"the mean rank stayed at {_short(path[0])} while compressing"
-    return f"the mean rank went {path_words(run)}"
+    if run.stages == 1:
+        return _path_sentence(run) or "nothing was compressed"
+    paths = [_path_sentence(run.of_stage(stage)) for stage in range(run.stages)]
+    if not any(paths):
+        return "no stage compressed anything"
+    if len(set(paths)) == 1:
+        return f"on all stages {paths[0]}"
+    return "; ".join(
+        f"on stage {stage} {path or 'nothing was compressed'}" for stage, path in enumerate(paths)
+    )
+
+
+def _path_sentence(run: Run) -> str:
+    """ "" where nothing was compressed but in trials."""
+    if not run.rank_path:
+        return ""
+    path = path_words(run)
+    tried = any(row.get("phase") == "calibration" for row in run.decisions)
+    rest = ", trials left out" if tried else ""
+    if "→" in path:
+        return f"the mean rank went {path}{rest}"
+    return f"the mean rank stayed at {path} while compressing{rest}"
 
 
 def key_figures(run: Run) -> dict[str, str]:
@@ -152,6 +195,7 @@ def key_figures(run: Run) -> dict[str, str]:
     of = f" of {int(planned):,}" if math.isfinite(planned) and run.summary is None else ""
     losses = run.series("loss")[1]
     last = float(losses[-1]) if losses.size else math.nan
+    per = "rank" if run.stages == 1 else "replica (all its stages)"
     return {
         "controller": run.controller or UNKNOWN,
         "finished": "yes" if run.summary is not None else "no",
@@ -159,12 +203,14 @@ def key_figures(run: Run) -> dict[str, str]:
         "validation loss (nats per byte)": loss_words(run.val_loss),
         "last training loss (nats per byte)": loss_words(last),
         "time": duration(run.seconds),
-        "bytes sent per rank": in_bytes(run.total("wire_bytes")),
+        f"bytes sent per {per}": in_bytes(run.total("wire_bytes")),
         "bytes of plain DDP": in_bytes(run.total("dense_bytes")),
         "times fewer bytes": digits(run.saving),
-        "mean rank while compressing": digits(run.mean_rank) if run.mean_rank else "dense",
-        "rank path": path_words(run),
-        "decisions": f"{len(run.decisions):,}",
+        "mean rank while compressing, trials included": digits(run.mean_rank)
+        if run.mean_rank
+        else "dense",
+        "rank path": _paths(run),
+        "decisions": f"{sum(map(len, (run.decisions, *run.later_stages))):,}",
         "final plan": str((run.summary or {}).get("final_plan_digest") or UNKNOWN),
     }
 

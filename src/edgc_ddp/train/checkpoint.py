@@ -105,7 +105,7 @@ def own_newest(run: Path) -> Path | None:
     Says on stderr which damaged ones it passed by. Raises ValueError when all are damaged.
     """
     # Rank 0's word, should a file system show the others less.
-    answer: list[tuple[Path | None, list[str]]] = [_newest_whole(run / "checkpoints")]
+    answer: list[tuple[Path | None, list[str]]] = [newest_whole(run / "checkpoints")]
     dist.broadcast_object_list(answer, src=0)
     newest, damages = answer[0]
     if newest is None and damages:
@@ -119,8 +119,8 @@ def own_newest(run: Path) -> Path | None:
     return newest
 
 
-def _newest_whole(root: Path) -> tuple[Path | None, list[str]]:
-    """It, and what is wrong with those that are newer."""
+def newest_whole(root: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint under ``root`` that is whole, and what is wrong with those that are newer."""
     damages: list[str] = []
     for folder in reversed(complete(root)):
         try:
@@ -161,8 +161,8 @@ def find(given: str) -> Path:
 def check(folder: Path, identity: Mapping[str, Any]) -> int:
     """The step to go on from. Raises ValueError unless the checkpoint is whole and of this run's kind.
 
-    ``identity`` has ``world_size``, ``controller`` (None without a hook), ``parameters`` and, where the
-    model is cut into a pipeline, ``stages``.
+    ``identity`` has ``world_size``, ``controller`` (None without a hook), ``parameters`` and, where they
+    matter, ``options`` (the controller's, as texts), ``stages`` and ``pipeline`` (options of ``parallel``).
     """
     manifest = _whole_manifest(folder)
     remedies = {
@@ -177,6 +177,8 @@ def check(folder: Path, identity: Mapping[str, Any]) -> int:
                 f"train.resume={folder}: written with {key} {theirs.get(key)}, this run has "
                 f"{mine[key]}; set {remedy} as in the first run"
             )
+    _check_pipeline(folder, manifest.get("pipeline") or {}, identity.get("pipeline") or {})
+    _check_options(folder, manifest.get("options") or {}, identity.get("options") or {})
     _check_parameters(folder, manifest.get("parameters"), identity["parameters"])
     return int(manifest["step"])
 
@@ -199,6 +201,28 @@ def _whole_manifest(folder: Path) -> dict[str, Any]:
             state = "is missing" if found is None else f"has {found} bytes instead of {size}"
             raise ValueError(f"train.resume={folder}: {name} {state}; use an earlier checkpoint")
     return manifest  # type: ignore[no-any-return]
+
+
+def _check_pipeline(folder: Path, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    """The stages' controllers are of these options, and have timed averages under them."""
+    for name in dict.fromkeys([*mine, *theirs]):
+        given, found = mine.get(name, "unset"), theirs.get(name, "unknown")
+        if given != found:
+            raise ValueError(
+                f"train.resume={folder}: written with parallel.{name}={found}, this run has {given}, but "
+                f"its stages' ranks and measured times hold for {found} only; set parallel.{name} as in "
+                "the first run"
+            )
+
+
+def _check_options(folder: Path, theirs: Mapping[str, str], mine: Mapping[str, str]) -> None:
+    """As ``EDGCState.load_state_dict`` would, but before a process is started."""
+    for name, text in theirs.items():
+        if mine.get(name) != text:
+            raise ValueError(
+                f"train.resume={folder}: written with controller.{name}={text}, this run has "
+                f"{mine.get(name)}; set controller.{name} as in the first run"
+            )
 
 
 def _check_parameters(folder: Path, theirs: Any, mine: Mapping[str, list[int]]) -> None:

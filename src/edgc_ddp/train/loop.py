@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from edgc_ddp import EDGCState
+from edgc_ddp.stages import StageCounts
 from edgc_ddp.train import checkpoint, data
 from edgc_ddp.train.pipeline import Pipeline
 from edgc_ddp.train.record import Recorder, headline
@@ -101,11 +102,15 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     run.optimizer.zero_grad(set_to_none=True)
     if run.pipeline is not None:
         total = run.pipeline.backward(*_texts(run, step, 0))
-        norm, total = run.pipeline.clip(train.clip or math.inf, total)
+        ranks = run.state.plan().values() if run.state is not None else ()
+        counts = StageCounts.of(hook_metrics(run, step + 1), ranks)
+        norm, total = run.pipeline.clip(train.clip or math.inf, total, counts)
     else:
         total = _accumulate(run, step)
         norm = nn.utils.clip_grad_norm_(run.ddp.parameters(), train.clip or math.inf)
     run.optimizer.step()
+    if run.pipeline is not None:
+        run.pipeline.count()
     values = {"loss": total.item(), "lr": rate, "grad_norm": norm.item()}
     return values | {"seconds": time.perf_counter() - begin}
 
@@ -184,35 +189,61 @@ def hook_metrics(run: Run, finished_steps: int) -> dict[str, Any]:
     }
 
 
+def whole_metrics(run: Run, finished_steps: int) -> dict[str, Any]:
+    """:func:`hook_metrics`, of a pipeline's rank with bytes and ranks of all stages instead of its own."""
+    whole = {} if run.pipeline is None else run.pipeline.whole_metrics()
+    return {**hook_metrics(run, finished_steps), **whole}
+
+
 def train(run: Run, first_step: int, recorder: Recorder) -> float:
     """Steps ``first_step`` to the last. Returns the last held-out loss. Collective."""
     settings = run.config.train
     told = len(run.state.history) if run.state is not None else 0
+    if run.pipeline is not None:
+        run.pipeline.begin(run.state)
     # A run that was ended after its last step has only this to tell.
     val_loss = evaluate(run) if first_step == settings.steps else math.nan
     for step in range(first_step, settings.steps):
         values = train_step(run, step)
         # The hook counts steps too, but from 1; the loop's own count is the one on record.
-        row: dict[str, Any] = {**hook_metrics(run, step + 1), **values, "step": step}
+        row: dict[str, Any] = {**whole_metrics(run, step + 1), **values, "step": step}
         recorder.write("step", **row)
         recorder.advance(row)
-        if run.state is not None:
+        saves = bool(settings.checkpoint_every) and _is_due(
+            step, settings.checkpoint_every, settings
+        )
+        if run.pipeline is not None:
+            _record_stages(run, run.pipeline, step, recorder, saves)
+        elif run.state is not None:
             history = run.state.history
             for decision in history[told:]:
                 recorder.write("decision", **decision)
             told = len(history)
-        if run.pipeline is not None and run.pipeline.board.due(step + 1):
-            run.pipeline.exchange(run.state)
-            rows = [asdict(row) for row in run.pipeline.board.rows]
-            recorder.write("stages", step=step, stages=rows)
         if _is_due(step, settings.eval_every, settings):
             val_loss = evaluate(run)
             recorder.write("eval", step=step, val_loss=val_loss)
             progress = f"step {step + 1}/{settings.steps} {headline(row)}"
             recorder.say(f"{progress} held-out loss {val_loss:.4f}")
-        if settings.checkpoint_every and _is_due(step, settings.checkpoint_every, settings):
+        if saves:
             save(run, step + 1)
     return val_loss
+
+
+def _record_stages(
+    run: Run, pipeline: Pipeline, step: int, recorder: Recorder, saves: bool
+) -> None:
+    """The stages' news, exchanged when they are due. Collective.
+
+    Decisions are told before a checkpoint too: a run that goes on from it does not repeat them.
+    """
+    due = pipeline.board.due(step + 1)
+    if due:
+        pipeline.exchange(run.state)
+        rows = [asdict(row) for row in pipeline.board.rows]
+        recorder.write("stages", step=step, stages=rows)
+    if due or saves or step + 1 == run.config.train.steps:
+        for decision in pipeline.new_decisions(run.state):
+            recorder.write("decision", **decision)
 
 
 def _is_due(step: int, period: int, settings: TrainConfig) -> bool:

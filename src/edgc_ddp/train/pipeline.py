@@ -6,7 +6,10 @@ what stages share (the tied weight, the gradient's norm) is settled over the pip
 
 from __future__ import annotations
 
-import math
+import hashlib
+from collections.abc import Mapping
+from dataclasses import astuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from edgc_ddp import EDGCState
 from edgc_ddp.controllers import Dense
 from edgc_ddp.controllers.alignment import FollowingStage
-from edgc_ddp.decisions import FOREVER, Controller
+from edgc_ddp.decisions import Controller
 from edgc_ddp.lane import Lane
-from edgc_ddp.stages import StageBoard, StageRow, plan_rank
+from edgc_ddp.stages import StageBoard, StageCounts, StageRow
 from edgc_ddp.train.model import VOCABULARY, build
 from edgc_ddp.train.schema import Config
 from edgc_ddp.train.stage_clock import StageClock, TimedStage
@@ -60,6 +63,9 @@ class Pipeline:
         assert world is not None
         self._lane = Lane(world, device)
         self._schedule = self._make_schedule()
+        self._told = 0
+        self._times: dict[str, float] = {}
+        self._counts = torch.zeros(len(astuple(StageCounts())), dtype=torch.float64, device=device)
 
     def _join_first_and_last(self) -> dist.ProcessGroup | None:
         """The group that shares the tied weight: both ends of this rank's column."""
@@ -127,16 +133,26 @@ class Pipeline:
             dist.all_reduce(self.module.tokens.weight.grad, group=self._tied_group)
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
 
-    def clip(self, most: float, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Clip the whole model's gradient to norm ``most``; its norm, and the last stage's loss."""
+    def clip(self, most: float, loss: Tensor, counts: StageCounts) -> tuple[Tensor, Tensor]:
+        """Clip the whole model's gradient to norm ``most``; its norm, and the last stage's loss.
+
+        The stages' ``counts`` travel along; :meth:`count` reads their sum.
+        """
         shared = self.module.tokens.weight if self.module.is_last else None
         parameters = [p for p in self.module.parameters() if p.grad is not None]
         squares = [p.grad.double().square().sum() for p in parameters if p is not shared]  # type: ignore
-        total = torch.stack([torch.stack(squares).sum(), loss.double()])
+        own = torch.tensor(astuple(counts), dtype=torch.float64, device=self.device)
+        total = torch.cat([torch.stack([torch.stack(squares).sum(), loss.double()]), own])
         dist.all_reduce(total, group=self.group)
+        self._counts = total[2:]
         norm = total[0].sqrt().float()
         nn.utils.clip_grads_with_norm_(parameters, most, norm)
         return norm, total[1]
+
+    def count(self) -> None:
+        """Put the sum of the last :meth:`clip`'s counts on the board. Waits for the device, so call it once
+        the whole step has been queued."""
+        self.board.count(StageCounts(*self._counts.tolist()))
 
     @torch.no_grad()
     def held_out_loss(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
@@ -154,11 +170,78 @@ class Pipeline:
 
     def exchange(self, state: EDGCState | None) -> None:
         """Tell all stages of this one's plan and times, and learn theirs. Collective."""
-        rank, until, span, residual = 0, FOREVER, math.nan, math.nan
-        if state is not None:
-            progress = state.engine.progress
-            rank, until = plan_rank(progress.plan), progress.plan.until
-            span, residual = progress.span_seconds, progress.residual
-        times = {"backward": math.nan, "ended": math.nan, "finish": math.nan, **self.clock.read()}
-        row = StageRow(float(rank), float(until), span, residual=residual, **times)
-        self.board.exchange(self.stage, row, self._lane)
+        # At a run's end there may have been no step since the last exchange.
+        self._times = self.clock.read() or self._times
+        self.board.exchange(self.stage, StageRow.of(state, **self._times), self._lane)
+
+    def begin(self, state: EDGCState | None) -> None:
+        """Training begins or goes on: what ``state`` has decided so far is on record already."""
+        self._told = len(state.history) if state is not None else 0
+
+    def new_decisions(self, state: EDGCState | None) -> list[dict[str, Any]]:
+        """Decisions of all stages since the last call, each with its ``stage``. Collective.
+
+        They travel between iterations, so those of later stages are told later than they were taken.
+        """
+        history = state.history if state is not None else ()
+        own = [{"stage": self.stage, **decision} for decision in history[self._told :]]
+        self._told = len(history)
+        everyone: list[Any] = [None] * self.stages
+        dist.all_gather_object(everyone, own, group=self.group)
+        return [decision for decisions in everyone for decision in decisions]
+
+    def summaries(
+        self, state: EDGCState | None, metrics: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Every stage's metrics, times and reason. Raises RuntimeError unless its replicas agree.
+        Collective."""
+        self.exchange(state)
+        reason = state.history[-1]["reason"] if state is not None and state.history else ""
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, {**metrics, "reason": reason})
+        stages = []
+        for stage, row in enumerate(self.board.rows):
+            replicas = everyone[stage * self.replicas : (stage + 1) * self.replicas]
+            digests = [replica["plan_digest"] for replica in replicas]
+            if len(set(digests)) > 1:
+                raise RuntimeError(f"the replicas of stage {stage} have different plans: {digests}")
+            first = replicas[0]
+            stages.append(
+                {
+                    "stage": stage,
+                    "rank": round(row.rank),
+                    "phase": first["phase"],
+                    "reason": first["reason"],
+                    "final_mean_rank": first["mean_rank"],
+                    "mean_rank": first["run_mean_rank"],
+                    "backward_seconds": row.backward,
+                    "backward_end_seconds": row.ended,
+                    "finish_seconds": row.finish,
+                    "residual": row.residual,
+                    "wire_bytes": first["wire_bytes"],
+                    "dense_bytes": first["dense_bytes"],
+                    "plan_digest": first["plan_digest"],
+                }
+            )
+        return stages
+
+    def whole_metrics(self) -> dict[str, Any]:
+        """All stages as one model: bytes of one replica, ranks over what is compressed."""
+        whole = self.board.whole
+        return {
+            "stages": self.stages,
+            "wire_bytes": round(whole.wire_bytes),
+            "dense_bytes": round(whole.dense_bytes),
+            "mean_rank": whole.mean_rank,
+            "run_mean_rank": self.board.run_mean_rank,
+        }
+
+
+def joint_digest(stages: list[dict[str, Any]]) -> str:
+    """Sixteen hex digits that differ when any stage's plan does; "" without plans.
+
+    >>> joint_digest([{"plan_digest": ""}, {"plan_digest": ""}])
+    ''
+    """
+    digests = "".join(stage["plan_digest"] for stage in stages)
+    return hashlib.sha256(digests.encode()).hexdigest()[:16] if digests else ""

@@ -76,15 +76,24 @@ class Recorder:
 
 
 def headline(row: Mapping[str, Any]) -> str:
-    """Loss, rank, bytes saved and entropy of a step's row.
+    """Loss, rank, bytes saved and entropy of a step's row. Of a pipeline all is of all its stages, but for
+    the entropy, which is the first one's.
 
-    >>> headline({"loss": 2.5, "mean_rank": 8, "wire_bytes": 5, "dense_bytes": 20, "entropy": -3.25})
+    >>> row = {"loss": 2.5, "mean_rank": 8, "wire_bytes": 5, "dense_bytes": 20, "entropy": -3.25}
+    >>> headline(row)
     'loss 2.500 rank 8.0 saved 75% entropy -3.25'
+    >>> headline({**row, "wire_bytes": 20.01, "stages": 2})
+    'loss 2.500 rank 8.0 saved 0% (2 stages) entropy -3.25 (stage 0)'
     """
-    saved = bytes_saved_ratio(row["wire_bytes"], row["dense_bytes"])
-    text = f"loss {row['loss']:.3f} rank {row['mean_rank']:.1f} saved {saved:.0%}"
+    saved = round(bytes_saved_ratio(row["wire_bytes"], row["dense_bytes"]), 2)
+    # Zero is added since -0.0 would be shown with its sign.
+    text = f"loss {row['loss']:.3f} rank {row['mean_rank']:.1f} saved {saved + 0.0:.0%}"
+    stages = row.get("stages")
+    text += f" ({stages} stages)" if stages else ""
     entropy = row["entropy"]
-    return f"{text} entropy {entropy:.2f}" if math.isfinite(entropy) else text
+    if not math.isfinite(entropy):
+        return text
+    return f"{text} entropy {entropy:.2f}{' (stage 0)' if stages else ''}"
 
 
 def bytes_saved_ratio(wire_bytes: float, dense_bytes: float) -> float:

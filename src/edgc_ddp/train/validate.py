@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -13,10 +15,11 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from edgc_ddp import EDGCState
+from edgc_ddp.checkpoint import plain_options
 from edgc_ddp.decisions import Controller
 from edgc_ddp.train import checkpoint
 from edgc_ddp.train.model import shapes, skeleton
-from edgc_ddp.train.schema import Config, HookConfig
+from edgc_ddp.train.schema import Config, HookConfig, ParallelConfig
 from edgc_ddp.train.trust import check_targets
 
 SOURCES = ("shakespeare", "stdlib")
@@ -54,12 +57,27 @@ def hook_options(hook: HookConfig) -> dict[str, Any]:
 
 def identity(config: Config, controller: Controller, world_size: int) -> dict[str, Any]:
     """What a checkpoint and a run that goes on from it must have in common."""
+    registered = config.hook.register
     return {
         "world_size": world_size,
-        "controller": type(controller).__name__ if config.hook.register else None,
+        "controller": type(controller).__name__ if registered else None,
+        "options": plain_options(controller) if registered else {},
         "parameters": shapes(skeleton(config.model)),
         "stages": config.parallel.pp,
+        "pipeline": _pipeline_identity(config.parallel) if registered else {},
     }
+
+
+def _pipeline_identity(parallel: ParallelConfig) -> dict[str, Any]:
+    """The options that the stages' controllers and the times they have measured depend on."""
+    if parallel.pp == 1:
+        return {}
+    names = ["ranks", "schedule", "microbatches"]
+    if parallel.ranks == "selective":
+        names.append("compressed")
+    if parallel.ranks != "own":
+        names.append("calibration_steps")
+    return {name: getattr(parallel, name) for name in names}
 
 
 def check(config: Config, world_size: int) -> None:
@@ -75,6 +93,8 @@ def check(config: Config, world_size: int) -> None:
         raise ValueError(f"hook.{error}") from error
     if config.train.resume == checkpoint.AUTO:
         _check_auto_resume(config)
+        if (newest := _own_newest()) is not None:
+            checkpoint.check(newest, identity(config, controller, world_size))
     elif config.train.resume is not None:
         folder = checkpoint.find(config.train.resume)
         step = checkpoint.check(folder, identity(config, controller, world_size))
@@ -96,6 +116,14 @@ def _check_auto_resume(config: Config) -> None:
             f"train.resume={checkpoint.AUTO}: the run's folder is named by the time, so another attempt "
             "would look for its checkpoints elsewhere; name the folder, as hydra.run.dir=outputs/mine"
         )
+
+
+def _own_newest() -> Path | None:
+    """The checkpoint that this run will go on from, as far as this process knows its folder."""
+    if not HydraConfig.initialized() or os.environ.get("RANK", "0") != "0":
+        return None
+    root = Path(HydraConfig.get().runtime.output_dir) / "checkpoints"
+    return checkpoint.newest_whole(root)[0]
 
 
 def _folder_pattern() -> str:

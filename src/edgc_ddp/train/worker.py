@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import json
 import os
 import shlex
@@ -25,9 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from edgc_ddp import EDGCState, edgc_hook
 from edgc_ddp.train import checkpoint, data
-from edgc_ddp.train.loop import Run, hook_metrics, make_optimizer, resume, train
+from edgc_ddp.train.loop import Run, hook_metrics, make_optimizer, resume, train, whole_metrics
 from edgc_ddp.train.model import build
-from edgc_ddp.train.pipeline import Pipeline
+from edgc_ddp.train.pipeline import Pipeline, joint_digest
 from edgc_ddp.train.record import Recorder, bytes_saved_ratio, environment, plain
 from edgc_ddp.train.schema import Config, TrainConfig
 from edgc_ddp.train.validate import hook_options, identity, make_controller
@@ -209,11 +208,12 @@ def _describe(job: Job, run: Run, resumed_from: Path | None) -> None:
 
 
 def _summary(job: Job, run: Run, val_loss: float, seconds: float) -> dict[str, Any]:
-    metrics = hook_metrics(run, job.config.train.steps)
-    pipeline = {}
+    metrics = whole_metrics(run, job.config.train.steps)
+    digest, pipeline = metrics["plan_digest"], {}
     if run.pipeline is not None:
-        stages = _stages(run, run.pipeline, metrics)
-        metrics, pipeline = _whole(stages), {"stages": stages}
+        own = hook_metrics(run, job.config.train.steps)
+        stages = run.pipeline.summaries(run.state, own)
+        digest, pipeline = joint_digest(stages), {"stages": stages}
     wire_bytes, dense_bytes = metrics["wire_bytes"], metrics["dense_bytes"]
     summary = {
         "controller": job.controller_name,
@@ -225,53 +225,10 @@ def _summary(job: Job, run: Run, val_loss: float, seconds: float) -> dict[str, A
         "bytes_saved_ratio": bytes_saved_ratio(wire_bytes, dense_bytes),
         "mean_rank": metrics["run_mean_rank"],
         "final_mean_rank": metrics["mean_rank"],
-        "final_plan_digest": metrics["plan_digest"],
+        "final_plan_digest": digest,
         "world_size": run.world_size,
         **pipeline,
         "run": str(run.folder),
         "report": f"python -m edgc_ddp.report {shlex.quote(str(run.folder))}",
     }
     return plain(summary)  # type: ignore[no-any-return]
-
-
-def _stages(run: Run, pipeline: Pipeline, metrics: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every stage's metrics and times. Raises RuntimeError unless its replicas agree. Collective."""
-    pipeline.exchange(run.state)
-    everyone: list[Any] = [None] * run.world_size
-    dist.all_gather_object(everyone, metrics)
-    stages = []
-    for stage, row in enumerate(pipeline.board.rows):
-        replicas = everyone[stage * run.replicas : (stage + 1) * run.replicas]
-        digests = [replica["plan_digest"] for replica in replicas]
-        if len(set(digests)) > 1:
-            raise RuntimeError(f"the replicas of stage {stage} have different plans: {digests}")
-        first = replicas[0]
-        stages.append(
-            {
-                "stage": stage,
-                "rank": round(row.rank),
-                "phase": first["phase"],
-                "final_mean_rank": first["mean_rank"],
-                "mean_rank": first["run_mean_rank"],
-                "backward_seconds": row.backward,
-                "backward_end_seconds": row.ended,
-                "finish_seconds": row.finish,
-                "residual": row.residual,
-                "wire_bytes": first["wire_bytes"],
-                "dense_bytes": first["dense_bytes"],
-                "plan_digest": first["plan_digest"],
-            }
-        )
-    return stages
-
-
-def _whole(stages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The stages' metrics as those of one model: bytes of one replica, means of the ranks."""
-    digests = "".join(stage["plan_digest"] for stage in stages)
-    return {
-        "wire_bytes": sum(stage["wire_bytes"] for stage in stages),
-        "dense_bytes": sum(stage["dense_bytes"] for stage in stages),
-        "run_mean_rank": sum(stage["mean_rank"] for stage in stages) / len(stages),
-        "mean_rank": sum(stage["final_mean_rank"] for stage in stages) / len(stages),
-        "plan_digest": hashlib.sha256(digests.encode()).hexdigest()[:16] if digests else "",
-    }
