@@ -277,6 +277,36 @@ def test_resumed_run_replaces_what_it_repeats(tmp_path: Path) -> None:
     assert steps.tolist() == [1, 2, 3, 4] and losses.tolist() == [9, 1, 1, 1]
 
 
+HOSTILE = {
+    "loss": '{"kind": "step", "step": 3, "loss": 1' + "0" * 400 + "}",
+    "step": '{"kind": "step", "step": 1e308, "loss": 1}',
+    "rank": '{"kind": "decision", "step": 3, "phase": "x", "ranks": {"w": Infinity}}',
+    "half a letter": '{"kind": "step", "step": 3, "loss": 1, "phase": "\\ud800"}',
+}
+
+
+@pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE)
+def test_what_no_run_has_written_does_not_stop_the_page(tmp_path: Path, line: str) -> None:
+    good = [f'{{"kind": "step", "step": {k}, "loss": {3 - k}}}' for k in range(3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*good, line]) + "\n")
+    assert main([str(tmp_path)]) == 0
+    assert "<html" in (tmp_path / "report" / "index.html").read_text()
+
+
+def test_a_strangers_configuration_shows_nothing_of_the_viewer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGC_SECRET", "s3cret")
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1, "loss": 2.0}\n')
+    (tmp_path / "config.yaml").write_text("seed: ${oc.env:EDGC_SECRET}\n")
+    config = load_run(tmp_path).config
+    assert config is not None and config["seed"] == "${oc.env:EDGC_SECRET}"
+    # A dozen such lines would make millions of entries.
+    (tmp_path / "config.yaml").write_text("a: &a [x, x]\nb: [*a, *a]\n")
+    run = load_run(tmp_path)
+    assert run.config is None and "config.yaml is unreadable." in run.notes
+
+
 def test_names_are_escaped(tmp_path: Path) -> None:
     folder = Recipe(steps=40, warmup=10, window=10, prefix="<b>&$x^$")
     folder_path = folder.write(tmp_path / "run <i>$_{&}$")

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 METRICS, CONFIG, ENVIRONMENT = "metrics.jsonl", "config.yaml", "environment.json"
 
@@ -21,15 +21,19 @@ Row = dict[str, Any]
 Series = NDArray[np.float64]
 
 
-def number(value: object) -> float:
-    """A JSON value as a float; nan for whatever is no number.
+_LARGEST = 1e60
+"""Of what a run may have counted or measured; larger numbers cannot be drawn."""
 
-    >>> number(3), number(None), number("x"), number(True)
-    (3.0, nan, nan, nan)
+
+def number(value: object) -> float:
+    """A JSON value as a float; nan for whatever is no number that a run may have written.
+
+    >>> number(3), number(None), number("x"), number(True), number(10**400)
+    (3.0, nan, nan, nan, nan)
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return math.nan
-    return float(value)
+    return float(value) if abs(value) <= _LARGEST else math.nan
 
 
 def first_finite(values: Iterable[float]) -> float:
@@ -128,8 +132,10 @@ class Run:
 
     @cached_property
     def phases(self) -> tuple[Span, ...]:
-        """The run cut where its phase changes, without gaps."""
+        """The run cut where its phase changes, without gaps; nothing when no row tells its phase."""
         rows = [row for row in self.steps or self.decisions if isinstance(row.get("phase"), str)]
+        if not rows:
+            return ()
         starts = [
             (row["phase"], row["step"])
             for before, row in zip([None, *rows], rows, strict=False)
@@ -331,6 +337,8 @@ def _read_rows(path: Path) -> tuple[list[Row], list[str]]:
     for place, line in enumerate(lines):
         try:
             row = json.loads(line)
+            # Half a character can be neither shown nor written.
+            json.dumps(row, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict):
@@ -359,8 +367,8 @@ def _read_mapping(path: Path) -> tuple[Row | None, list[str]]:
 
 
 def _plain_yaml(text: str) -> Any:
-    config = OmegaConf.create(text)
-    try:
-        return OmegaConf.to_container(config, resolve=True)
-    except OmegaConfBaseException:
-        return OmegaConf.to_container(config, resolve=False)
+    """Without interpolations, which could read the environment of whoever looks at the page, and without
+    aliases, a few of which make millions of entries. The application writes neither."""
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+        raise ValueError("aliases")
+    return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
