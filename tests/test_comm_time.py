@@ -173,7 +173,7 @@ def drive(
 ) -> list[tuple[int, Plan]]:
     """Ask a controller with measured bounds, on a link where an average at a rank, 0 = dense, begun at
     a step takes ``seconds(rank, step)``."""
-    controller = EntropyController(window=50, **options)  # type: ignore[arg-type]
+    controller = EntropyController(saving=0, window=50, **options)  # type: ignore[arg-type]
     state, step, trace = controller.init(LAYOUT), 2, []
     seen: Observation | None = None
     while step < FOREVER and len(trace) < decisions:

@@ -167,7 +167,7 @@ CASES = {
     "fixed": Case(FixedRank(8, window=50), 8, 8, adaptive=False),
     "scheduled": Case(Scheduled({60: 8, 200: 24, 400: 0}, window=50), 0, 24, adaptive=False),
     "entropy": Case(entropy_controller(), 8, 32),
-    "entropy measured": Case(entropy_controller(r_max=None), 5, 20),
+    "entropy measured": Case(entropy_controller(r_max=None, saving=0), 5, 20),
     "entropy previous": Case(entropy_controller(reference="previous"), 8, 32),
     "entropy exponent 1": Case(
         entropy_controller(exponent=1, r_min=9, step_limit=5), 9, 32, True, 5
@@ -428,7 +428,7 @@ def test_edgc_code_waits_for_a_speed_to_compare_with() -> None:
 
 def test_calibration_trace() -> None:
     """Dense takes 30 ms, rank r 10 ms + r ms: break-even is rank 20, found between 16 and 32."""
-    controller = EntropyController(window=50, warmup=100, calibration_steps=3)
+    controller = EntropyController(window=50, warmup=100, calibration_steps=3, saving=0)
     trace = drive(controller, World(), decisions=9)
     told = [(each.step, each.plan.phase, each.plan.ranks["wte"], each.plan.until) for each in trace]
     assert told == [
@@ -447,6 +447,29 @@ def test_calibration_trace() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("saving", "tried", "r_max"),
+    # Rank 2 takes 12 ms and saves 18; rank 8 saves 12, rank 16 saves 4.
+    [(0.5, [2, 4, 8, 16], 8), (0.75, [2, 4, 8], 4), (0.9, [2, 4], 4), (1.0, [2, 4], 4)],
+)
+def test_calibration_keeps_most_of_the_time_saved(
+    saving: float, tried: list[int], r_max: int
+) -> None:
+    """At break-even all of it would be given away."""
+    controller = EntropyController(window=50, warmup=100, saving=saving)
+    trace = drive(controller, World(), decisions=9)
+    trials = [each.plan.ranks["wte"] for each in trace if each.plan.phase == "calibration"]
+    first = next(each.plan for each in trace if each.plan.phase == "compress")
+    assert trials == tried and first.ranks["wte"] == r_max
+    assert f"rank {r_max} keeps {saving:.0%} of what" in first.reason
+    assert "(12 ms) saves against dense (30 ms)" in first.reason
+
+
+def test_a_saving_within_the_noise_is_none() -> None:
+    trace = drive(EntropyController(window=50), World(seconds=lambda rank: 0.0295))
+    assert trace[-1].plan.phase == "dense" and "does not pay" in trace[-1].plan.reason
+
+
 def test_calibration_stops_at_the_largest_useful_rank() -> None:
     controller = EntropyController(window=50)
     layout = Layout((MatrixSpec("w", 100, 100),))
@@ -457,7 +480,7 @@ def test_calibration_stops_at_the_largest_useful_rank() -> None:
 
 
 def test_calibration_clips_r_min_and_says_so() -> None:
-    trace = drive(EntropyController(window=50, r_min=24), World((-5.0, -9.0)))
+    trace = drive(EntropyController(window=50, r_min=24, saving=0), World((-5.0, -9.0)))
     first = next(each.plan for each in trace if each.plan.phase == "compress")
     assert "r_min=24 becomes 20" in first.reason
     assert all(ranks["wte"] == 20 for ranks in compressed(trace))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
 from edgc_ddp.agreement import (
@@ -23,7 +24,7 @@ from edgc_ddp.agreement import (
     require_equal_plans,
     require_equal_starts,
 )
-from edgc_ddp.decisions import Controller, Layout, Observation, Plan
+from edgc_ddp.decisions import FOREVER, Controller, Layout, Observation, Plan
 from edgc_ddp.lane import Lane, Mark, Task, TensorFuture, open_lane, payload_bytes
 from edgc_ddp.memory import ParameterMemory
 from edgc_ddp.observer import Observer
@@ -65,6 +66,8 @@ class Engine:
         self._began: Mark | None = None
         self._started = self._finished = 0
         self._last_started = False
+        self._resting = False
+        """Whether this iteration's buckets are averaged as DDP averages them."""
 
     def submit(self, bucket: GradBucket) -> TensorFuture:
         """Start averaging one bucket. Called by DDP, in bucket order, while backward goes on."""
@@ -84,14 +87,36 @@ class Engine:
                 f"edgc_hook met gradients on {buffer.device} after gradients on {lane.device}: a model "
                 "on several devices is not supported. Wrap one device's part in DDP at a time."
             )
-        view = Bucket(buffer, self.registry.slots(bucket.parameters(), buffer.is_sparse))
         first, last = bucket.index() == 0, bucket.is_last()
+        view = Bucket(buffer, self.registry.slots(bucket.parameters(), buffer.is_sparse))
+        if first:
+            # Between iterations the lane is idle, and what it has decided is equal on all ranks.
+            self._resting = self._rests()
+        if self._resting:
+            return self._average_plainly(buffer, lane, last)
         began = lane.mark() if first else None
         if first and self.loss_scale is not None:
             # Read here: on the worker thread it could already be that of the next backward.
             scale = self.loss_scale
             return lane.submit(lambda: self._average(view, lane, began, last, scale))
         return lane.submit(lambda: self._average(view, lane, began, last))
+
+    def _rests(self) -> bool:
+        """Whether nothing is left to decide, to measure or to compress, ever."""
+        for_ever = self.progress.plan.until >= FOREVER
+        return for_ever and self.settings.dense_wire is None and self.memory.is_idle()
+
+    def _average_plainly(self, buffer: Tensor, lane: Lane, last: bool) -> TensorFuture:
+        """As DDP does without a hook: the thread and its hand-over are what it would cost more."""
+        sent = lane.traffic(payload_bytes(buffer))
+        self.progress.dense_bytes += sent
+        self.progress.sent_bytes += sent
+        if last:
+            if self.loss_scale is not None:
+                self.progress.loss_scale = self.loss_scale
+            self.progress.step += 1
+            self.registry.closed = True
+        return lane.average(buffer)
 
     def close(self) -> None:
         """Stop the worker thread. The state stays whole; the next hook call starts another thread."""

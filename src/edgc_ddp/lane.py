@@ -70,6 +70,7 @@ class Lane:
         self.device = device
         self.sent_bytes = 0.0
         """Bytes this rank has sent: 2 (W-1)/W of each payload that is all-reduced, as in a ring."""
+        self._group = group
         self._channels: list[Any] = [group] * channels
 
     def all_reduce(self, tensor: Tensor, channel: int) -> Handle:
@@ -77,6 +78,19 @@ class Lane:
         self.sent_bytes += self.traffic(payload_bytes(tensor))
         handle: Handle = self._channels[channel].allreduce([tensor])
         return handle
+
+    def average(self, tensor: Tensor) -> TensorFuture:
+        """Average ``tensor`` over all ranks, in place, on DDP's own group and the caller's thread."""
+        tensor.div_(self.world_size)
+        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        assert work is not None
+
+        def averaged(future: torch.futures.Future[Any]) -> Tensor:
+            future.value()
+            return tensor
+
+        outcome: TensorFuture = work.get_future().then(averaged)
+        return outcome
 
     def all_gather(self, everyone: Tensor, mine: Tensor, channel: int) -> Handle:
         """Start collecting every rank's ``mine`` (equally long, flat) in ``everyone``."""

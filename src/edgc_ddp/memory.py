@@ -130,6 +130,10 @@ class ParameterMemory:
             if slot.residual is not None:
                 slot.residual.mul_(factor)
 
+    def is_idle(self) -> bool:
+        """Whether nothing is compressed and nothing waits to be sent."""
+        return not any(slot.rank or slot.residual is not None for slot in self.slots.values())
+
     def ensure_residual(self, slot: Slot, device: torch.device) -> Tensor:
         """The residual of a slot, zero at first."""
         if slot.residual is None:

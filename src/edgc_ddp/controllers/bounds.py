@@ -13,6 +13,9 @@ from edgc_ddp.maths.comm_time import fit_rank_time
 _TOLERANCE = 0.02
 """How much longer a window may take than dense before it counts: medians of windows vary by about that."""
 
+_WORTH = 0.03
+"""Of the time of a dense average: what compression must save at least."""
+
 
 def next_trial(last: int, largest: int) -> int:
     """The next rank to time: 2, 4, 8, ... and finally ``largest``; 0 when there is none.
@@ -94,6 +97,37 @@ def measured_r_max(trials: Sequence[tuple[int, float]], dense_seconds: float) ->
     asked = min(highest, max(paid, fit_rank_time(measured).rank_at(dense_seconds)))
     # The slack undoes rounding in the fit: 19.9999999 is 20, not 16.
     return 4 * math.floor((asked + 1e-6) / 4)
+
+
+def kept_seconds(trials: Sequence[tuple[int, float]], dense_seconds: float, saving: float) -> float:
+    """The longest average that keeps the share ``saving`` of what the fastest trial saves against dense.
+
+    >>> kept_seconds([(2, 1.0), (4, 2.0), (8, 6.0)], dense_seconds=11.0, saving=0.75)
+    3.5
+    >>> kept_seconds([(2, 12.0)], dense_seconds=11.0, saving=0.75)
+    11.0
+    """
+    fastest = min((s for _, s in trials if math.isfinite(s)), default=dense_seconds)
+    return dense_seconds - saving * max(0.0, dense_seconds - fastest)
+
+
+def kept_r_max(trials: Sequence[tuple[int, float]], dense_seconds: float, saving: float) -> int:
+    """The highest rank, in steps of 4, that keeps the share ``saving`` of what the fastest trial saves.
+
+    At ``saving=0`` it is :func:`measured_r_max`. Where even rank 4 keeps less it is 4, if that pays; 0
+    where the fastest saves less than 3 % of dense: rank is fidelity, which is worth more than that.
+
+    >>> trials = [(2, 0.012), (4, 0.014), (8, 0.018), (16, 0.026), (32, 0.042)]
+    >>> [kept_r_max(trials, 0.030, saving) for saving in (0.0, 0.5, 0.9, 1.0)]
+    [20, 8, 4, 4]
+    >>> kept_r_max([(2, 0.0295), (4, 0.0296)], 0.030, saving=0.9)
+    0
+    """
+    allowed = kept_seconds(trials, dense_seconds, saving)
+    if saving and kept_seconds(trials, dense_seconds, 1.0) > (1 - _WORTH) * dense_seconds:
+        return 0
+    least = min(4, measured_r_max(trials, dense_seconds))
+    return max(least, measured_r_max(trials, allowed))
 
 
 def default_r_min(r_max: int) -> int:

@@ -13,7 +13,8 @@ from edgc_ddp.controllers.bounds import (
     error_at,
     is_clearly_slower,
     is_slower,
-    measured_r_max,
+    kept_r_max,
+    kept_seconds,
     next_trial,
 )
 from edgc_ddp.controllers.options import (
@@ -47,11 +48,13 @@ class EntropyController:
       else one window. With ``r_max`` given it goes on, up to ``warmup_limit`` (None = 0.3 of
       ``total_steps``, else three warm-ups), until rank r_min leaves less energy than r_max left of
       the first gradient measured.
-    - ``r_max``, ``r_min``: bounds of the rank. ``r_max`` None = the rank at which averaging takes
-      as long as dense, timed for ``calibration_steps`` iterations each at rank 2, 4, 8, ... after
-      the warm-up; where nothing pays, phase "dense" for ever. ``r_min`` None = r_max // 4. A later
-      window that took longer than dense has dense timed once more: if dense still is the faster,
-      ``r_max`` is lowered to where it would pay, or the phase becomes "dense".
+    - ``r_max``, ``r_min``: bounds of the rank. ``r_max`` None = the highest rank that keeps the share
+      ``saving`` of the time that averaging at the fastest rank saves against dense, timed for
+      ``calibration_steps`` iterations each at rank 2, 4, 8, ... after the warm-up; where nothing
+      pays, phase "dense" for ever. At ``saving=0`` it is the paper's: the rank at which averaging
+      takes as long as dense. ``r_min`` None = r_max // 4. A later window that took longer than
+      dense has dense timed once more: if dense still is the faster, ``r_max`` is lowered to where
+      it would pay, or the phase becomes "dense".
     - ``alpha``, ``beta``, ``estimator``: share of iterations and of entries sampled, and how
       (:class:`~edgc_ddp.decisions.Sampling`); every window has at least one sampled iteration.
     - ``policy``: "edgc" (the paper: keep the error) or "edgc_code" (the authors' code: follow the
@@ -85,6 +88,7 @@ class EntropyController:
     total_steps: int | None = None
     calibration_steps: int = 5
     warmup_limit: int | float | None = None
+    saving: float = 0.9
 
     def __post_init__(self) -> None:
         if self.total_steps is not None:
@@ -102,6 +106,8 @@ class EntropyController:
         check_share("beta", self.beta, remedy="0.25 uses a quarter of the entries")
         if not callable(self.estimator):
             check_choice("estimator", self.estimator, tuple(ESTIMATORS))
+        if self.saving != 0:
+            check_share("saving", self.saving, remedy="or 0, the paper's: as slow as dense")
         check_choice("exponent", self.exponent, (2, 1))
         check_choice("reference", self.reference, ("anchor", "previous"))
         check_choice("policy", self.policy, ("edgc", "edgc_code"))
@@ -182,9 +188,11 @@ class EntropyController:
         rank, dense_seconds = state["trial"], median(state["spans"])
         trials = [*state["trials"], [rank, seen.span_seconds]]
         following = next_trial(rank, self._largest_useful(state))
-        if following and not is_slower(seen.span_seconds, dense_seconds):
+        pairs = [(tried, seconds) for tried, seconds in trials]
+        allowed = kept_seconds(pairs, dense_seconds, self.saving)
+        if following and not is_slower(seen.span_seconds, allowed):
             return self._trial({**state, "trials": trials}, following, step)
-        r_max = measured_r_max([(tried, seconds) for tried, seconds in trials], dense_seconds)
+        r_max = kept_r_max(pairs, dense_seconds, self.saving)
         # A nan would make the memory unequal to its own copy.
         timed = [[tried, seconds] for tried, seconds in trials if math.isfinite(seconds)]
         state = {**state, "trials": timed}
@@ -194,7 +202,16 @@ class EntropyController:
                 f"averaging at rank {rank} takes {_milliseconds(seen.span_seconds)}, "
                 f"dense {_milliseconds(dense_seconds)}: compression does not pay on this link",
             )
-        told = f"averaging breaks even with dense ({_milliseconds(dense_seconds)}) at rank {r_max}"
+        if self.saving:
+            told = f"rank {r_max} keeps {self.saving:.0%} of what averaging at the fastest rank "
+            told += (
+                f"({_milliseconds(kept_seconds(pairs, dense_seconds, 1.0))}) saves against dense "
+            )
+            told += f"({_milliseconds(dense_seconds)})"
+        else:
+            told = (
+                f"averaging breaks even with dense ({_milliseconds(dense_seconds)}) at rank {r_max}"
+            )
         if self.r_min is not None and self.r_min > r_max:
             told += f", so r_min={self.r_min} becomes {r_max}"
         return self._start_windows(self._bounded(state, r_max), step, told)
@@ -257,11 +274,11 @@ class EntropyController:
         trials = [(tried, seconds) for tried, seconds in state["trials"]]
         factor = slow / fit_rank_time(trials).seconds(rank)
         trials = [(tried, seconds * factor) for tried, seconds in trials]
-        r_max = measured_r_max(trials, dense_seconds)
+        r_max = kept_r_max(trials, dense_seconds, self.saving)
         if r_max < 4:
             return self._dense(state, f"{told}: compression does not pay on this link")
         state = self._bounded({**state, "trials": [list(trial) for trial in trials]}, r_max)
-        return self._start_windows(state, step, f"{told}: breaks even at rank {r_max} by now")
+        return self._start_windows(state, step, f"{told}: rank {r_max} pays by now")
 
     # Plans.
 

@@ -55,6 +55,7 @@ class EntropySchema:
     total_steps: int | None = None
     calibration_steps: int = 5
     warmup_limit: int | float | None = None
+    saving: float = 0.9
 
 
 @dataclass

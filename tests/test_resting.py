@@ -1,0 +1,117 @@
+"""Dense for good: past the communication thread, as without a hook, until a state says otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from scenes import SMALL_BUCKETS_MB, Given, averages, draw, plain_mean, wrap
+
+from edgc_ddp import EDGCState
+from edgc_ddp.controllers import Dense, FixedRank, Scheduled
+
+Pools = Callable[[int], Ranks]
+SHAPES = [(24, 40), (40, 24), (16,), (8, 3, 2, 2)]
+
+
+def parts_run(state: EDGCState) -> list[int]:
+    """Counts, in its one entry, what the lane is given from now on."""
+    lane, count = state.engine._lane, [0]
+    assert lane is not None
+    submit = lane.submit
+
+    def counted(make_task: Any) -> Any:
+        count[0] += 1
+        return submit(make_task)
+
+    lane.submit = counted  # type: ignore[method-assign]
+    return count
+
+
+def comes_to_rest(rank: int, world: int, wire: str) -> None:
+    """Compressed to step 8, then dense for ever: what was owed is sent first."""
+    model = Given(SHAPES)
+    state = EDGCState(Scheduled({2: 2, 8: 0}), model=model, wire_dtype=wire)
+    ddp = wrap(model, state, SMALL_BUCKETS_MB)
+    plain = wrap(Given(SHAPES), None, SMALL_BUCKETS_MB)
+    given = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    received = [total.clone() for total in given]
+    for step in range(16):
+        if step == 10:
+            count = parts_run(state)
+            bytes_before = state.metrics()["wire_bytes"]
+        gradients = draw(SHAPES, seed=10 * step + rank)
+        got, want = averages(ddp, gradients), averages(plain, gradients)
+        for total, mean in zip(given, plain_mean(gradients), strict=True):
+            total += mean
+        for total, part in zip(received, got, strict=True):
+            total += part
+        if step >= 10:
+            # Bit for bit what DDP averages without a hook.
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert count == [0]
+    metrics = state.metrics()
+    assert metrics["step"] == 16
+    numel = sum(gradient.numel() for gradient in gradients)
+    assert (
+        float(metrics["wire_bytes"]) - float(bytes_before)
+        == 6 * 4 * numel * 2 * (world - 1) / world
+    )
+    if wire == "fp32":
+        for total, wanted in zip(received, given, strict=True):
+            torch.testing.assert_close(total, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_is_dense_for_good_goes_past_the_thread(ranks: Pools, world: int, wire: str) -> None:
+    ranks(world)(comes_to_rest, wire)
+
+
+def wakes_up(rank: int, world: int) -> None:
+    """Rolled back to a time at which it compressed."""
+    model = Given(SHAPES)
+    state = EDGCState(Scheduled({2: 2, 5: 0}), model=model)
+    ddp = wrap(model, state, SMALL_BUCKETS_MB)
+    saved = {}
+    for step in range(8):
+        if step == 4:
+            saved = state.state_dict()
+        averages(ddp, draw(SHAPES, seed=10 * step + rank))
+    assert state.engine._resting
+    state.load_state_dict(saved)
+    # One more iteration passes the thread, which gives the residuals' memory back.
+    for resting, matrix_rank in ((False, 2), (False, 24), (False, 24), (True, 24)):
+        got = averages(ddp, draw(SHAPES, seed=50 + rank))
+        assert state.engine._resting == resting
+        assert torch.linalg.matrix_rank(got[0]) == matrix_rank
+
+
+def test_a_loaded_state_ends_the_rest(ranks: Pools) -> None:
+    ranks(2)(wakes_up)
+
+
+def never_rests(rank: int, world: int, options: dict[str, Any]) -> bool:
+    state = EDGCState(**options)
+    ddp = wrap(Given(SHAPES), state, SMALL_BUCKETS_MB)
+    for step in range(6):
+        averages(ddp, draw(SHAPES, seed=step + rank))
+    return state.engine._resting
+
+
+@pytest.mark.parametrize(
+    ("options", "rests"),
+    [
+        ({"controller": Dense()}, True),
+        ({"controller": Dense(window=3)}, False),
+        ({"controller": Dense(), "dense_dtype": "bf16"}, False),
+        ({"controller": FixedRank(2)}, False),
+    ],
+)
+def test_only_what_is_dense_for_good_rests(
+    ranks: Pools, options: dict[str, Any], rests: bool
+) -> None:
+    assert ranks(2)(never_rests, options) == [rests] * 2
