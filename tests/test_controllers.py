@@ -465,6 +465,18 @@ def test_calibration_keeps_most_of_the_time_saved(
     assert "(12 ms) saves against dense (30 ms)" in first.reason
 
 
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 1e-300, math.inf])
+@pytest.mark.parametrize("saving", [0, 0.9])
+def test_times_that_no_average_takes_count_as_unmeasured(seconds: float, saving: float) -> None:
+    def at(odd: int) -> list[Decision]:
+        times = World(seconds=lambda rank: seconds if rank == odd else seconds_at(rank))
+        return drive(EntropyController(window=50, saving=saving), times)
+
+    assert at(2)[-1].plan.phase == "dense"
+    assert "an unmeasured time" in at(2)[-1].plan.reason
+    assert {ranks["wte"] for ranks in compressed(at(8))} == {4}
+
+
 def test_a_saving_within_the_noise_is_none() -> None:
     trace = drive(EntropyController(window=50), World(seconds=lambda rank: 0.0295))
     assert trace[-1].plan.phase == "dense" and "does not pay" in trace[-1].plan.reason

@@ -66,7 +66,7 @@ def comes_to_rest(rank: int, world: int, wire: str) -> None:
 
 
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_what_is_dense_for_good_goes_past_the_thread(ranks: Pools, world: int, wire: str) -> None:
     ranks(world)(comes_to_rest, wire)
 
@@ -92,6 +92,22 @@ def wakes_up(rank: int, world: int) -> None:
 
 def test_a_loaded_state_ends_the_rest(ranks: Pools) -> None:
     ranks(2)(wakes_up)
+
+
+def saved_by_one(rank: int, world: int) -> bool:
+    """Rank 0 alone looks at its state after every step, as for a log."""
+    model = Given(SHAPES)
+    state = EDGCState(Scheduled({2: 2, 6: 0}), model=model)
+    ddp = wrap(model, state, SMALL_BUCKETS_MB)
+    for step in range(12):
+        averages(ddp, draw(SHAPES, seed=10 * step + rank))
+        if rank == 0:
+            state.state_dict()
+    return state.engine._resting
+
+
+def test_a_rank_that_saves_alone_rests_when_the_others_do(ranks: Pools) -> None:
+    assert ranks(2)(saved_by_one) == [True, True]
 
 
 def never_rests(rank: int, world: int, options: dict[str, Any]) -> bool:

@@ -261,6 +261,7 @@ def unpack(engine: Engine, packed: Mapping[str, Any]) -> None:
     engine.memory.free_sent()
     engine.progress = _progress(engine, packed)
     engine.origin = packed.get("rank")
+    engine.may_rest = False
     # Nothing is decided before there is a window.
     decided = packed["window"] is not None
     engine.layout = _layout(packed) if decided else None

@@ -66,6 +66,8 @@ class Engine:
         self._began: Mark | None = None
         self._started = self._finished = 0
         self._last_started = False
+        self.may_rest = False
+        """Whether the next iteration needs nothing that DDP cannot do."""
         self._resting = False
         """Whether this iteration's buckets are averaged as DDP averages them."""
 
@@ -90,8 +92,8 @@ class Engine:
         first, last = bucket.index() == 0, bucket.is_last()
         view = Bucket(buffer, self.registry.slots(bucket.parameters(), buffer.is_sparse))
         if first:
-            # Between iterations the lane is idle, and what it has decided is equal on all ranks.
-            self._resting = self._rests()
+            # Between iterations the lane is idle.
+            self._resting = self.may_rest
         if self._resting:
             return self._average_plainly(buffer, lane, last)
         began = lane.mark() if first else None
@@ -102,7 +104,11 @@ class Engine:
         return lane.submit(lambda: self._average(view, lane, began, last))
 
     def _rests(self) -> bool:
-        """Whether nothing is left to decide, to measure or to compress, ever."""
+        """Whether nothing is left to decide, to measure or to compress, ever.
+
+        Asked at one place of an iteration, behind :meth:`ParameterMemory.free_sent`: elsewhere a rank that
+        saves, which frees too, would be ahead of the others.
+        """
         for_ever = self.progress.plan.until >= FOREVER
         return for_ever and self.settings.dense_wire is None and self.memory.is_idle()
 
@@ -204,6 +210,7 @@ class Engine:
         self.memory.free_sent()
         if self.progress.step >= self.progress.plan.until:
             self._decide(lane)
+        self.may_rest = self._rests()
 
     def _follow(self, loss_scale: float) -> None:
         """Residuals are gradients under the loss scale of their time: bring them to this one."""

@@ -16,6 +16,9 @@ _TOLERANCE = 0.02
 _WORTH = 0.03
 """Of the time of a dense average: what compression must save at least."""
 
+_SHORTEST = 1e-6
+"""Seconds; no average over several processes is done sooner."""
+
 
 def next_trial(last: int, largest: int) -> int:
     """The next rank to time: 2, 4, 8, ... and finally ``largest``; 0 when there is none.
@@ -26,6 +29,15 @@ def next_trial(last: int, largest: int) -> int:
     [2, 4, 8, 16, 24]
     """
     return 0 if last >= largest else min(max(2, 2 * last), largest)
+
+
+def measured(seconds: float) -> float:
+    """A time that an average may have taken, else nan: a clock that was set back tells nothing.
+
+    >>> [measured(seconds) for seconds in (0.2, 0.0, -1.0, math.inf)]
+    [0.2, nan, nan, nan]
+    """
+    return seconds if _SHORTEST < seconds < math.inf else math.nan
 
 
 def is_slower(seconds: float, dense_seconds: float) -> bool:

@@ -15,6 +15,7 @@ from edgc_ddp.controllers.bounds import (
     is_slower,
     kept_r_max,
     kept_seconds,
+    measured,
     next_trial,
 )
 from edgc_ddp.controllers.options import (
@@ -153,8 +154,8 @@ class EntropyController:
         layout = unpack(state["matrices"])
         # The latest finite value of each matrix: a last period without one must not lose it.
         state["anchor"] = {**state["anchor"], **finite(seen.entropy, layout.matrices)}
-        if r_max is None and math.isfinite(seen.span_seconds):
-            state["spans"] = [*state["spans"], seen.span_seconds]
+        if r_max is None and math.isfinite(seconds := measured(seen.span_seconds)):
+            state["spans"] = [*state["spans"], seconds]
         if r_max is not None and state["early"] is None:
             state["early"] = error_at(seen.error_curve, r_max)
 
@@ -186,11 +187,11 @@ class EntropyController:
         if seen.steps == 0:
             return self._trial(state, state["trial"], step)
         rank, dense_seconds = state["trial"], median(state["spans"])
-        trials = [*state["trials"], [rank, seen.span_seconds]]
+        trials = [*state["trials"], [rank, measured(seen.span_seconds)]]
         following = next_trial(rank, self._largest_useful(state))
         pairs = [(tried, seconds) for tried, seconds in trials]
         allowed = kept_seconds(pairs, dense_seconds, self.saving)
-        if following and not is_slower(seen.span_seconds, allowed):
+        if following and not is_slower(pairs[-1][1], allowed):
             return self._trial({**state, "trials": trials}, following, step)
         r_max = kept_r_max(pairs, dense_seconds, self.saving)
         # A nan would make the memory unequal to its own copy.
@@ -199,7 +200,7 @@ class EntropyController:
         if r_max < 4:
             return self._dense(
                 state,
-                f"averaging at rank {rank} takes {_milliseconds(seen.span_seconds)}, "
+                f"averaging at rank {rank} takes {_milliseconds(pairs[-1][1])}, "
                 f"dense {_milliseconds(dense_seconds)}: compression does not pay on this link",
             )
         if self.saving:
@@ -260,7 +261,7 @@ class EntropyController:
     def _after_recheck(self, state: State, seen: Observation, step: int) -> tuple[State, Plan]:
         if seen.steps == 0:
             return self._recheck(state, step)
-        slow, dense_seconds = state["slow"], seen.span_seconds
+        slow, dense_seconds = state["slow"], measured(seen.span_seconds)
         told = f"dense takes {_milliseconds(dense_seconds)} by now, the last window took "
         told += _milliseconds(slow)
         state = {**state, "phase": "compress"}

@@ -19,8 +19,9 @@ def reduce_dense(bucket: Bucket, lane: Lane, memory: ParameterMemory) -> Task:
     pending = [item for item in bucket.items(bucket.buffer) if item.slot.residual is not None]
     if pending:
         return (yield from _reduce_with_pending(bucket, lane, memory, pending))
-    # Divided first, as DDP does: half-precision sums overflow less, and results are bit-equal.
-    bucket.buffer.div_(lane.world_size)
+    # First, as DDP does, and by the same product: half-precision sums overflow less, and results are
+    # bit-equal (where gradients are views of buckets DDP divides, which may differ in the last bit).
+    bucket.buffer.mul_(1 / lane.world_size)
     yield lane.all_reduce(bucket.buffer, channel=0)
     return bucket.buffer
 
