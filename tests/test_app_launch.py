@@ -111,9 +111,11 @@ def test_a_resumed_run_ends_bit_for_bit_where_an_unbroken_one_does(
         ("nproc=1", "world_size"),
         ("controller=dense", "controller"),
         ("train.steps=7", "raise train.steps"),
+        ("controller.r_min=3", "controller.r_min"),
     ):
+        asked = kept if change == "controller=dense" else options
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["edgc_ddp.train", *kept, resume, change])
+        monkeypatch.setattr(sys, "argv", ["edgc_ddp.train", *asked, resume, change])
         capfd.readouterr()
         with pytest.raises(SystemExit) as status:
             app.main()
