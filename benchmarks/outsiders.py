@@ -20,6 +20,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.contestants import ring_bytes
+from edgc_ddp.lane import payload_bytes
+
 BLOCK = 256
 """Entries that share one fp32 scale: an eighth of a bit for each of them."""
 _SCALE = 4
@@ -93,13 +96,12 @@ class Outsider:
         """Average in place by a ring all-reduce, counting a ring's bytes."""
         mean.div_(dist.get_world_size())
         dist.all_reduce(mean)
-        self.wire_bytes += ring_bytes(mean)
+        self.wire_bytes += _traffic(mean)
 
 
-def ring_bytes(payload: Tensor) -> float:
+def _traffic(payload: Tensor) -> float:
     """Bytes a rank sends in a ring all-reduce of the payload."""
-    world = dist.get_world_size()
-    return payload.numel() * payload.element_size() * 2 * (world - 1) / world
+    return ring_bytes(payload_bytes(payload), dist.get_world_size())
 
 
 class Bf16(Outsider):
@@ -107,7 +109,7 @@ class Bf16(Outsider):
 
     def average(self, bucket: dist.GradBucket) -> Tensor:
         buffer = bucket.buffer()
-        self.dense_bytes += ring_bytes(buffer)
+        self.dense_bytes += _traffic(buffer)
         narrow = buffer.to(torch.bfloat16)
         self.all_reduce(narrow)
         buffer.copy_(narrow)
@@ -146,7 +148,7 @@ class FewBits(Outsider):
     def average(self, bucket: dist.GradBucket) -> Tensor:
         buffer, parameters = bucket.buffer(), bucket.parameters()
         self._begun += bucket.index() == 0
-        self.dense_bytes += ring_bytes(buffer)
+        self.dense_bytes += _traffic(buffer)
         if self._begun <= self.start_iter:
             self.all_reduce(buffer)
             return buffer

@@ -11,6 +11,7 @@ from edgc_ddp.lane import Lane, Task, payload_bytes
 from edgc_ddp.maths.comm_time import MIB
 from edgc_ddp.memory import ParameterMemory
 from edgc_ddp.reducers.bucket import Bucket, Settings
+from edgc_ddp.reducers.dense import reduce_dense
 from edgc_ddp.reducers.low_rank import reduce_low_rank
 from edgc_ddp.registry import Registry
 
@@ -79,13 +80,7 @@ class Gradients:
     def _task(self, bucket: Bucket, lane: Lane) -> Task:
         if any(self.settings.compresses(slot) for slot in bucket.slots):
             return reduce_low_rank(bucket, lane, self.settings, self.memory, None)
-        return _dense(bucket, lane)
-
-
-def _dense(bucket: Bucket, lane: Lane) -> Task:
-    bucket.buffer.div_(lane.world_size)
-    yield lane.all_reduce(bucket.buffer, channel=0)
-    return bucket.buffer
+        return reduce_dense(bucket, lane, self.memory)
 
 
 def run_alone(tasks: Sequence[Task]) -> None:
