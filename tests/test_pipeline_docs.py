@@ -36,7 +36,8 @@ def test_the_example_for_a_model_of_ones_own_runs(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", *command.split()],
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # Four processes share the pipe: a line must be one write, its end with it.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""},
         capture_output=True,
         text=True,
         timeout=200,
