@@ -32,17 +32,18 @@ def test_every_option_and_field_is_described() -> None:
 def test_the_example_for_a_model_of_ones_own_runs(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     (tmp_path / "stages.py").write_text(example)
-    command = "torch.distributed.run --standalone --nproc-per-node 4 stages.py"
+    # A file for each rank: in one pipe, a line and its end, written apart, may be torn by another's.
+    command = "torch.distributed.run --standalone --nproc-per-node 4 --redirects 1 --log-dir logs stages.py"
     done = subprocess.run(
         [sys.executable, "-m", *command.split()],
         cwd=tmp_path,
-        # Four processes share the pipe: a line must be one write, its end with it.
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()
+    logs = sorted(tmp_path.glob("logs/*/attempt_0/*/stdout.log"))
+    said = [line for log in logs for line in log.read_text().splitlines()]
     assert sum(line.startswith("stage 0: rank 4, ") for line in said) == 2
     assert said.count("stage 1: rank 4, first stage at rank 4") == 2
