@@ -6,6 +6,7 @@ Starting Python and importing torch costs seconds; joining a process group costs
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -19,6 +20,7 @@ SECONDS = 90
 
 
 def _serve(rank: int, world_size: int, pipe: Connection) -> None:
+    faulthandler.enable()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch.distributed as dist
@@ -53,11 +55,14 @@ class Ranks:
         self.world_size = world_size
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._last = ""
 
     def __call__(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
         """Results of ``function(rank, world_size, *args)`` in rank order; an error on any rank raises."""
+        self._require_alive()
         if not self._processes:
             self._start()
+        self._last = function.__name__
         with tempfile.TemporaryDirectory() as folder:
             for pipe in self._pipes:
                 pipe.send((function, args, f"{folder}/store", timeout))
@@ -68,6 +73,14 @@ class Ranks:
             self.stop()
             raise AssertionError("\n".join(errors))
         return [value for _, value in answers]
+
+    def _require_alive(self) -> None:
+        codes = {rank: process.exitcode for rank, process in enumerate(self._processes)}
+        dead = {rank: code for rank, code in codes.items() if code is not None}
+        if dead:
+            # New processes for the next test: this one's failure is the fault of the one before.
+            self.stop()
+            raise AssertionError(f"died after {self._last} had answered: {dead} (rank: exit code)")
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
