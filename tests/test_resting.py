@@ -9,6 +9,7 @@ import pytest
 import torch
 from ranks import Ranks
 from scenes import SMALL_BUCKETS_MB, Given, averages, draw, plain_mean, wrap
+from torch import Tensor
 
 from edgc_ddp import EDGCState
 from edgc_ddp.controllers import Dense, FixedRank, Scheduled
@@ -108,6 +109,40 @@ def saved_by_one(rank: int, world: int) -> bool:
 
 def test_a_rank_that_saves_alone_rests_when_the_others_do(ranks: Pools) -> None:
     assert ranks(2)(saved_by_one) == [True, True]
+
+
+class Lookup(torch.nn.Module):
+    """A table with sparse gradients beside a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.table = torch.nn.EmbeddingBag(20, 8, mode="sum", sparse=True)
+        self.head = torch.nn.Linear(8, 4)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.table(words))
+
+
+def rests_sparse(rank: int, world: int) -> None:
+    ddps = [wrap(Lookup(), EDGCState(Dense())), wrap(Lookup(), None)]
+    for step in range(6):
+        words = torch.randint(
+            0, 20, (5, 3), generator=torch.Generator().manual_seed(9 * step + rank)
+        )
+        weights = torch.randn(5, 4, generator=torch.Generator().manual_seed(step + 50 * rank))
+        averaged = []
+        for ddp in ddps:
+            ddp.zero_grad()
+            (ddp(words) * weights).sum().backward()
+            averaged.append([p.grad.to_dense() for p in ddp.parameters() if p.grad is not None])
+        assert len(averaged[0]) == 3
+        assert all(torch.equal(a, b) for a, b in zip(*averaged, strict=True))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_sparse_gradients_at_rest_are_those_of_plain_ddp(ranks: Pools, world: int) -> None:
+    ranks(world)(rests_sparse)
 
 
 def never_rests(rank: int, world: int, options: dict[str, Any]) -> bool:

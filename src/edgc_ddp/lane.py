@@ -81,8 +81,12 @@ class Lane:
 
     def average(self, tensor: Tensor) -> TensorFuture:
         """Average ``tensor`` over all ranks, in place, on DDP's own group and the caller's thread."""
-        # As DDP does where gradients are no views of buckets; dividing may differ in the last bit.
-        tensor.mul_(1 / self.world_size)
+        # As DDP does, to the last bit: it divides sparse gradients, and multiplies others unless they are
+        # views of buckets.
+        if tensor.is_sparse:
+            tensor.div_(self.world_size)
+        else:
+            tensor.mul_(1 / self.world_size)
         work = dist.all_reduce(tensor, group=self._group, async_op=True)
         assert work is not None
 
