@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _MIN_BURST_BYTES = 32 * 1024
@@ -62,17 +63,29 @@ class Link:
         return ["tbf", "rate", self.name, "burst", f"{burst}b", "latency", f"{_QUEUE_MS}ms"]
 
 
-def sent_bytes(proc_net_dev: str, interface: str) -> int:
-    """Bytes an interface has sent, from the text of ``/proc/net/dev``, headers included.
+HEADER_BYTES = 14 + 20 + 32
+"""Of a counted packet: Ethernet, IPv4, TCP with time stamps. An acknowledgement is nothing else."""
+
+
+class Sent(NamedTuple):
+    """What an interface has sent so far, headers included."""
+
+    bytes: int
+    packets: int
+
+
+def sent(proc_net_dev: str, interface: str) -> Sent:
+    """What an interface has sent, from the text of ``/proc/net/dev``.
 
     Raises:
         ValueError: the text has no such interface.
 
-    >>> sent_bytes("lo: 7 1 0 0 0 0 0 0 42 3 0 0 0 0 0 0", "lo")
-    42
+    >>> sent("lo: 7 1 0 0 0 0 0 0 42 3 0 0 0 0 0 0", "lo")
+    Sent(bytes=42, packets=3)
     """
     for line in proc_net_dev.splitlines():
         name, colon, counters = line.partition(":")
         if colon and name.strip() == interface:
-            return int(counters.split()[8])
+            columns = counters.split()
+            return Sent(int(columns[8]), int(columns[9]))
     raise ValueError(f"interface {interface!r} is not in /proc/net/dev: name one that is there")

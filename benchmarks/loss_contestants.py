@@ -40,6 +40,13 @@ def _fixed(rank: int, wire: str) -> Contestant:
     return _row("fixed", wire, f"PowerSGD, rank {rank}", f"rank={rank}", name=f"fixed-{rank}")
 
 
+def _cold(percent: int) -> Contestant:
+    """Ranks by energy from the first step on."""
+    options = (f"budget={percent / 100:g}", "warmup=0")
+    what = f"{percent} % of the entries, by energy, no warm-up"
+    return _row("adaptive", "int8", what, *options, name=f"adaptive-{percent}")
+
+
 CONTESTANTS = (
     Contestant("dense", "plain average in fp32", ("controller=dense", "hook.dense_dtype=fp32")),
     Contestant("dense-bf16", "plain average in bf16", kind="bf16"),
@@ -65,6 +72,8 @@ CONTESTANTS = (
     _row("scheduled", "fp32", "dense to step 100, rank 32 to 500, then 8"),
     _row("adaptive", "fp32", "a tenth of the entries, by energy"),
     _row("adaptive", "int8", "a tenth of the entries, by energy"),
+    # As many bytes as fixed-32-int8 and fixed-64-int8.
+    *(_cold(percent) for percent in (22, 44)),
     _coded("edgc", "the paper's policy, warm-up in 8 bits"),
     _coded("adaptive", "a tenth of the entries, by energy, warm-up in 8 bits"),
     Contestant("4bit", "4 bits an entry, error feedback", kind="4bit"),

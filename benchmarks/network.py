@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.links import Link, sent_bytes
+from benchmarks.links import Link, sent
 
 PREFIX = "edgcbench"
 """Every namespace this module makes is named ``edgcbench-<process id>-...``."""
@@ -56,7 +56,7 @@ class Network:
         """Bytes each host's interface has sent so far; the shared one's, once, in rootless form."""
         hosts = 1 if self.shared else self.hosts
         return [
-            sent_bytes(self.run(h, "cat", "/proc/net/dev"), self.interface) for h in range(hosts)
+            sent(self.run(h, "cat", "/proc/net/dev"), self.interface).bytes for h in range(hosts)
         ]
 
     def describe(self) -> dict[str, object]:

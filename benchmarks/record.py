@@ -173,7 +173,8 @@ def _legend(names: Sequence[str]) -> str:
             "  are worth compressing, so equal ranks need not mean equal bytes.",
             "- A step is forward and backward with averaging, until the slowest host is done. MB (10^6)",
             "  are per host and step: sent as the interface counts, headers and acknowledgements",
-            "  included; claimed as the method counts. Floor: max(no communication, MB sent / link speed).",
+            "  included; of data without these, 66 bytes a packet (? where packets were not counted);",
+            "  claimed as the method counts. Floor: max(no communication, MB sent / link speed).",
             "",
         ]
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.contestants import Contestant
-from benchmarks.links import Link
+from benchmarks.links import HEADER_BYTES, Link
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class Row:
     overhead_ms: float
     """Median less the median without communication."""
     interface_bytes: float
+    data_bytes: float | None
+    """The same without headers and acknowledgements; None where packets were not counted."""
     claimed_bytes: float | None
     floor_ms: float
     """What cannot be beaten with these bytes: max(no communication, bytes / link speed)."""
@@ -58,19 +60,33 @@ def step_times(blocks: Sequence[Mapping[str, Any]]) -> list[float]:
     ]
 
 
-def bytes_per_host(blocks: Sequence[Mapping[str, Any]], shared: bool) -> float:
-    """Mean bytes per step that a host's interface sent.
+def sent_per_host(
+    blocks: Sequence[Mapping[str, Any]], shared: bool, what: str = "interface_bytes"
+) -> float:
+    """Mean bytes, or packets, per step that a host's interface sent.
 
-    A ``shared`` interface was read by every rank and counted everyone's bytes.
+    A ``shared`` interface was read by every rank and counted everyone's.
 
-    >>> bytes_per_host([{"interface_bytes": [10.0, 14.0]}], shared=False)
+    >>> sent_per_host([{"interface_bytes": [10.0, 14.0]}], shared=False)
     12.0
-    >>> bytes_per_host([{"interface_bytes": [24.0, 24.0]}], shared=True)
+    >>> sent_per_host([{"interface_bytes": [24.0, 24.0]}], shared=True)
     12.0
     """
-    per_block = [statistics.fmean(block["interface_bytes"]) for block in blocks]
-    hosts = len(blocks[0]["interface_bytes"])
+    per_block = [statistics.fmean(block[what]) for block in blocks]
+    hosts = len(blocks[0][what])
     return statistics.fmean(per_block) / (hosts if shared else 1)
+
+
+def data_per_host(blocks: Sequence[Mapping[str, Any]], shared: bool) -> float | None:
+    """Mean bytes per step inside the packets; None where these were not counted.
+
+    >>> data_per_host([{"interface_bytes": [1100.0], "interface_packets": [10.0]}], shared=False)
+    440.0
+    """
+    if any("interface_packets" not in block for block in blocks):
+        return None
+    packets = sent_per_host(blocks, shared, "interface_packets")
+    return sent_per_host(blocks, shared) - HEADER_BYTES * packets
 
 
 def claim_per_host(blocks: Sequence[Mapping[str, Any]]) -> float | None:
@@ -106,7 +122,7 @@ def summarise(blocks: Sequence[Mapping[str, Any]], link: Link, shared: bool) -> 
     for name, own in by_name.items():
         rank = Contestant.parse(name).rank
         rival = medians.get(f"powersgd-r{rank}") if rank else None
-        sent = bytes_per_host(own, shared)
+        sent = sent_per_host(own, shared)
         carried = sent * len(own[0]["interface_bytes"]) if shared else sent
         low, middle, high = quarters[name]
         rows.append(
@@ -120,6 +136,7 @@ def summarise(blocks: Sequence[Mapping[str, Any]], link: Link, shared: bool) -> 
                 per_powersgd=None if rival is None else middle / rival,
                 overhead_ms=middle - medians["none"],
                 interface_bytes=sent,
+                data_bytes=data_per_host(own, shared),
                 claimed_bytes=claim_per_host(own),
                 floor_ms=max(medians["none"], 1e3 * link.seconds(carried)),
             )
@@ -137,6 +154,7 @@ def table(rows: Sequence[Row]) -> str:
         "/ PowerSGD",
         "overhead ms",
         "MB sent",
+        "MB of data",
         "MB claimed",
         "floor ms",
     )
@@ -150,8 +168,13 @@ def table(rows: Sequence[Row]) -> str:
             "" if row.per_powersgd is None else f"{row.per_powersgd:.3f}",
             f"{row.overhead_ms:.1f}",
             f"{row.interface_bytes / 1e6:.3f}",
-            "?" if row.claimed_bytes is None else f"{row.claimed_bytes / 1e6:.3f}",
+            _megabytes(row.data_bytes),
+            _megabytes(row.claimed_bytes),
             f"{row.floor_ms:.1f}",
         )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _megabytes(count: float | None) -> str:
+    return "?" if count is None else f"{count / 1e6:.3f}"

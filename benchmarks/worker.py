@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from benchmarks.contestants import Contestant
 from benchmarks.entrants import Entrant, enter
-from benchmarks.links import sent_bytes
+from benchmarks.links import Sent, sent
 from benchmarks.workloads import WORKLOADS
 
 
@@ -69,29 +69,30 @@ def run_block(entrant: Entrant, steps: int, interface: str) -> dict[str, Any]:
     """One settling step and ``steps`` more, between two barriers.
 
     Returns ``seconds`` (the settling step's first), and per step of the whole block
-    ``interface_bytes`` (all the interface sent) and ``claimed_bytes`` (what the contestant says).
+    ``interface_bytes`` and ``interface_packets`` (all the interface sent) and ``claimed_bytes`` (what the
+    contestant says).
     The second barrier queues behind the last step's data, so nothing is still under way.
     """
     dist.barrier()
-    claimed, sent = entrant.claimed_bytes(), _sent(interface)
+    claimed, before = entrant.claimed_bytes(), _sent(interface)
     seconds = []
     for _ in range(1 + steps):
         began = time.perf_counter()
         entrant.step()
         seconds.append(time.perf_counter() - began)
     dist.barrier()
-    after, sent_after = entrant.claimed_bytes(), _sent(interface)
+    claimed_after, after = entrant.claimed_bytes(), _sent(interface)
+    told = claimed is not None and claimed_after is not None
     return {
         "seconds": seconds,
-        "interface_bytes": (sent_after - sent) / (1 + steps),
-        "claimed_bytes": (
-            None if claimed is None or after is None else (after - claimed) / (1 + steps)
-        ),
+        "interface_bytes": (after.bytes - before.bytes) / (1 + steps),
+        "interface_packets": (after.packets - before.packets) / (1 + steps),
+        "claimed_bytes": (claimed_after - claimed) / (1 + steps) if told else None,
     }
 
 
-def _sent(interface: str) -> int:
-    return sent_bytes(Path("/proc/net/dev").read_text(), interface)
+def _sent(interface: str) -> Sent:
+    return sent(Path("/proc/net/dev").read_text(), interface)
 
 
 def measure(job: Job) -> list[dict[str, Any]]:
@@ -139,7 +140,7 @@ def merge(per_rank: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The ranks' blocks side by side: each number becomes the list of the ranks' numbers.
 
     >>> one = [{"round": 0, "contestant": "ddp", "seconds": [1.0], "interface_bytes": 8.0,
-    ...     "claimed_bytes": None}]
+    ...     "interface_packets": 1.0, "claimed_bytes": None}]
     >>> merge([one, one])[0]["seconds"], merge([one, one])[0]["claimed_bytes"]
     ([[1.0], [1.0]], [None, None])
     """
@@ -147,7 +148,7 @@ def merge(per_rank: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     for blocks in zip(*per_rank, strict=True):
         names = {(block["round"], block["contestant"]) for block in blocks}
         assert len(names) == 1, f"the ranks ran different blocks side by side: {names}"
-        keys = ("seconds", "interface_bytes", "claimed_bytes")
+        keys = ("seconds", "interface_bytes", "interface_packets", "claimed_bytes")
         first = {key: blocks[0][key] for key in ("round", "contestant")}
         merged.append({**first, **{key: [block[key] for block in blocks] for key in keys}})
     return merged

@@ -17,7 +17,7 @@ from ranks import Ranks
 from benchmarks import network, record, step_time
 from benchmarks.contestants import Contestant, line_up, select
 from benchmarks.entrants import enter
-from benchmarks.links import Link, sent_bytes
+from benchmarks.links import HEADER_BYTES, Link, sent
 from benchmarks.summary import quartiles, summarise, table
 from benchmarks.worker import Job, merge, order, run_block
 from benchmarks.workloads import WORKLOADS, Replay
@@ -54,11 +54,11 @@ def test_a_link_that_tc_would_not_understand_is_refused(text: str) -> None:
         Link.parse(text)
 
 
-def test_sent_bytes_are_the_transmit_column_of_the_named_interface() -> None:
-    assert sent_bytes(PROC_NET_DEV, "link0") == 3000
-    assert sent_bytes(PROC_NET_DEV, "lo") == 222
+def test_what_was_sent_is_in_the_transmit_columns_of_the_named_interface() -> None:
+    assert sent(PROC_NET_DEV, "link0") == (3000, 20)
+    assert sent(PROC_NET_DEV, "lo").bytes == 222
     with pytest.raises(ValueError, match="'link'"):
-        sent_bytes(PROC_NET_DEV, "link")
+        sent(PROC_NET_DEV, "link")
 
 
 @pytest.mark.parametrize("form", [network.bridged, network.rootless])
@@ -186,7 +186,8 @@ def test_a_job_survives_its_file(tmp_path: Path) -> None:
 
 
 def test_ranks_that_ran_different_blocks_are_not_put_side_by_side() -> None:
-    one = {"round": 0, "seconds": [1.0], "interface_bytes": 1.0, "claimed_bytes": None}
+    one = {"round": 0, "seconds": [1.0], "interface_bytes": 1.0, "interface_packets": 1.0}
+    one["claimed_bytes"] = None
     with pytest.raises(AssertionError, match="different blocks"):
         merge([[{**one, "contestant": "ddp"}], [{**one, "contestant": "none"}]])
 
@@ -208,6 +209,7 @@ def _block(
         "contestant": name,
         "seconds": [seconds, [value / 2 for value in seconds]],
         "interface_bytes": [sent, sent],
+        "interface_packets": [sent / 1000, sent / 1000],
         "claimed_bytes": [claim, claim],
     }
 
@@ -232,6 +234,7 @@ def test_rows_leave_out_settling_steps_and_compare_with_the_right_rivals() -> No
     assert ours.per_ddp == pytest.approx(65 / 200)
     assert ours.per_powersgd == pytest.approx(65 / 95)
     assert (ours.interface_bytes, ours.claimed_bytes) == pytest.approx((0.6e6, 0.5e6))
+    assert ours.data_bytes == pytest.approx(0.6e6 - 600 * HEADER_BYTES)
     assert rows["epfml-r4"].claimed_bytes is None
     assert rows["ddp"].per_powersgd is None
 
@@ -303,7 +306,9 @@ def test_a_folder_holds_everything_and_its_table_can_be_derived_again(tmp_path: 
     }  # fmt: skip
     assert json.loads((folder / "raw.json").read_text()) == raw
     assert table(summarise(BLOCKS, Link.parse("100mbit"), False)) in text
-    assert "| epfml-r4 | 80.0 | 80.0-80.0 | 0.400 | 0.842 | 30.0 | 1.000 | ? | 80.0 |" in text
+    assert (
+        "| epfml-r4 | 80.0 | 80.0-80.0 | 0.400 | 0.842 | 30.0 | 1.000 | 0.934 | ? | 80.0 |" in text
+    )
     (folder / "table.md").unlink()
     assert record.derive(folder) == text == (folder / "table.md").read_text()
     with pytest.raises(ValueError, match="not overwritten"):
