@@ -88,7 +88,7 @@ def select(patterns: Sequence[str]) -> list[Contestant]:
     Raises ValueError for a pattern that matches none.
 
     >>> [contestant.name for contestant in select(["edgc-*", "?bit"])]
-    ['edgc-fp32', 'edgc-int8', '4bit', '1bit']
+    ['edgc-fp32', 'edgc-int8', 'edgc-all-int8', '4bit', '1bit']
     """
     names = [contestant.name for contestant in CONTESTANTS]
     for pattern in patterns:

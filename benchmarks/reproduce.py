@@ -14,10 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.figures import (
+    correlations,
+    distribution,
     entropy_series,
     error_rank,
     figure6,
     losses,
+    phases,
     sampling_cost,
     stage_ranks,
     window_size,
@@ -44,6 +47,17 @@ PIECES = {
         _CAPTION.format("Entropy changes during iteration"),
         entropy_series.over_iterations,
     ),
+    "figure2": Piece(
+        distribution.TITLE,
+        _CAPTION.format(distribution.CAPTION) + distribution.ASSUMED,
+        distribution.make,
+    ),
+    "figure3": Piece(
+        correlations.TITLE,
+        _CAPTION.format(correlations.CAPTION) + correlations.CHOSEN,
+        correlations.make,
+    ),
+    "figure5": Piece(phases.TITLE, _CAPTION.format(phases.CAPTION) + phases.RULES, phases.make),
     "figure6": Piece(figure6.TITLE, figure6.PAPER, figure6.make, reads_gradients=False),
     "figure7": Piece(error_rank.TITLE, error_rank.PAPER, error_rank.make),
     "figure8": Piece(*losses.FIGURE_8, losses.figure8, reads_gradients=False),
