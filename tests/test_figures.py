@@ -216,7 +216,7 @@ def test_the_controller_is_shown_what_the_hook_would_have_seen() -> None:
     assert seen.entropy["w"] == pytest.approx(0.14)
     energy = float(kept["snapshots"][19]["w"].square().sum())
     assert seen.error_curve[0] == pytest.approx(energy, rel=1e-5)
-    assert seen.error_curve[16] == pytest.approx(energy * (1 - 16 / 32) * (1 - 16 / 64), rel=0.05)
+    assert seen.error_curve[16] == pytest.approx(energy * (1 - 16 / 32) * (1 - 16 / 64), rel=0.1)
     assert seen.error_curve[32] == pytest.approx(0, abs=1e-3 * energy)
 
 
