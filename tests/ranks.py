@@ -56,6 +56,9 @@ class Ranks:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._last = ""
+        self._calls = 0
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        """Kept from call to call: a store whose file goes while it closes ends its process."""
 
     def __call__(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
         """Results of ``function(rank, world_size, *args)`` in rank order; an error on any rank raises."""
@@ -63,10 +66,11 @@ class Ranks:
         if not self._processes:
             self._start()
         self._last = function.__name__
-        with tempfile.TemporaryDirectory() as folder:
-            for pipe in self._pipes:
-                pipe.send((function, args, f"{folder}/store", timeout))
-            answers = self._collect()
+        self._calls += 1
+        assert self._folder is not None
+        for pipe in self._pipes:
+            pipe.send((function, args, f"{self._folder.name}/{self._calls}", timeout))
+        answers = self._collect()
         errors = [text for kind, text in answers if kind == "error"]
         if errors:
             # Other ranks may be stuck in a collective that the failed one left.
@@ -83,6 +87,7 @@ class Ranks:
             raise AssertionError(f"died after {self._last} had answered: {dead} (rank: exit code)")
 
     def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("spawn")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
@@ -129,3 +134,6 @@ class Ranks:
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None

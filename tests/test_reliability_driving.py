@@ -12,7 +12,6 @@ import pickle
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -437,16 +436,46 @@ def lanes() -> int:
 def dropped(rank: int, world: int) -> None:
     gc.collect()
     before = lanes()
-    for _ in range(3):
+    for _ in range(15):
         ddp = wrap(mlp(), rank_two(), SMALL_BUCKETS_MB)
         plainly(ddp, rank, 3)
+        # Right after the last backward, when the worker may still be busy with having told of it. Were
+        # it the last owner, its thread and its groups would outlive the process group.
         del ddp
         gc.collect()
-    # The worker may hold the last reference; then it ends by itself, some moments later.
-    end = time.monotonic() + 30
-    while lanes() > before and time.monotonic() < end:
-        time.sleep(0.01)
-    assert lanes() <= before
+        assert lanes() <= before
+
+
+def group_made_anew(rank: int, world: int, fewer: int, store: str) -> str | None:
+    model = mlp()
+    state = EDGCState(FixedRank(2), model=model)
+    ddp = wrap(model, state, SMALL_BUCKETS_MB)
+    plainly(ddp, rank, 4)
+    del ddp
+    dist.destroy_process_group()
+    if rank >= world - fewer:
+        return None
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world - fewer
+    )
+    ddp = wrap(model, state, SMALL_BUCKETS_MB)
+    if fewer:
+        with pytest.raises(Exception) as caught:
+            plainly(ddp, rank, 1)
+        return str(caught.value)
+    plainly(ddp, rank, 4)
+    return str(state.metrics()["step"])
+
+
+@pytest.mark.parametrize(("world", "fewer"), [(2, 0), (2, 1), (3, 1)])
+def test_a_process_group_made_anew(ranks: Pools, tmp_path: Path, world: int, fewer: int) -> None:
+    told = ranks(world)(group_made_anew, fewer, str(tmp_path / "store"))
+    for answer in told[: world - fewer]:
+        if fewer:
+            assert answer is not None and f"the state is one of {world} ranks" in answer
+            assert "merge" in answer
+        else:
+            assert answer == "8"
 
 
 def test_states_that_are_dropped_leave_no_thread(ranks: Pools) -> None:

@@ -119,6 +119,66 @@ def test_another_world_size_keeps_what_is_still_to_be_sent(ranks: Pools) -> None
             merge([state for state, _ in answers], world_size=size)  # type: ignore[arg-type]
 
 
+def test_states_of_several_moments_are_not_merged(ranks: Pools) -> None:
+    (first, _), (second, _) = ranks(2)(give_state)
+    later = copy.deepcopy(second)
+    later["progress"]["step"] += 3
+    with pytest.raises(
+        ValueError, match="state 0 has step 5 and state 1 8: save on all ranks after the"
+    ):
+        merge([first, later], world_size=2)
+    other = copy.deepcopy(second)
+    other["progress"]["plan"]["ranks"]["parameter_0000"] = 2
+    with pytest.raises(ValueError, match="state 0 has ranks"):
+        merge([first, other], world_size=2)
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_rank_that_owes_nothing_counts_as_zero_when_states_are_merged(
+    ranks: Pools, lacking: int
+) -> None:
+    states = [state for state, _ in ranks(2)(give_state)]
+    for slot in states[lacking]["slots"].values():
+        slot["residual"] = None
+    merged = merge(states, world_size=2)
+    found = 0
+    for name, slot in states[1 - lacking]["slots"].items():
+        if slot["residual"] is not None:
+            found += 1
+            torch.testing.assert_close(merged["slots"][name]["residual"], slot["residual"] / 2)
+    assert found
+
+
+def from_the_very_start(rank: int, world: int, named: bool) -> list[float]:
+    """Saved before the first gradient; loaded into a new state, and into the one that went on."""
+    ends, saved = [], None
+    model = Given(SHAPES)
+    state = EDGCState(controller=FixedRank(3), model=model if named else None)
+    for again in ("new", "loaded", "gone on"):
+        if again == "loaded":
+            model = Given(SHAPES)
+            state = EDGCState(controller=FixedRank(3), model=model if named else None)
+            state.load_state_dict(saved)
+        elif again == "gone on":
+            state.load_state_dict(saved)
+        saved = state.state_dict()
+        if again != "gone on":
+            ddp = wrap(model, state)
+        for step in range(5):
+            got = averages(ddp, draw(SHAPES, seed=10 * step + rank))
+        assert state.metrics()["step"] == 5
+        ends.append(torch.cat([g.flatten() for g in got]).double().norm().item())
+    return ends
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_state_saved_before_the_first_gradient(ranks: Pools, named: bool) -> None:
+    for new, loaded, gone_on in ranks(2)(from_the_very_start, named):
+        assert new == loaded
+        # Without names, parameters are known by the order of buckets that DDP has cut anew by then.
+        assert gone_on == new or not named
+
+
 def load_at_wrong_size(rank: int, world: int, saved: dict[str, Any]) -> str:
     state = EDGCState(controller=FixedRank(3))
     with pytest.raises(ValueError) as caught:

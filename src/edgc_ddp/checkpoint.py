@@ -120,11 +120,14 @@ def check(engine: Engine, packed: Mapping[str, Any], world_size: int, rank: int 
     with _damage("slots"):
         for name, entry in packed["slots"].items():
             _check_slot(name, entry)
-    _check_model(engine, packed["slots"])
+    if packed["slots"]:
+        _check_model(engine, packed["slots"])
     with _damage("progress"):
         progress = _progress(engine, packed)
         if not (_is_count(progress.step) and _is_count(progress.plan.until)):
             raise ValueError(f"step {progress.step!r}, next decision {progress.plan.until!r}")
+        if progress.step and not packed["slots"]:
+            raise ValueError(f"at step {progress.step} it knows no parameter")
     with _damage("layout"):
         _check_layout(packed, progress.plan)
     with _damage("window"):
@@ -266,7 +269,6 @@ def unpack(engine: Engine, packed: Mapping[str, Any]) -> None:
     decided = packed["window"] is not None
     engine.layout = _layout(packed) if decided else None
     index = {entry[0]: place for place, entry in enumerate(packed["layout"])}
-    engine.registry.expect(packed["buckets"], packed["world_size"])
     slots = engine.memory.slots
     for name in set(slots) - set(packed["slots"]):
         # Of another state that was loaded before this one.
@@ -277,6 +279,7 @@ def unpack(engine: Engine, packed: Mapping[str, Any]) -> None:
         slot.numel, slot.sides = entry["numel"], sides
         slot.index, slot.rank = index.get(name, -1), entry["rank"]
         slot.residual, slot.basis_NR = _copy(entry["residual"]), _copy(entry["basis"])
+    engine.registry.expect(packed["buckets"], packed["world_size"])
     device = engine.registry.settle()
     engine.observer = None
     if engine.layout is not None:
@@ -291,7 +294,7 @@ def merge(states: Sequence[Mapping[str, Any]], world_size: int) -> dict[str, Any
     still to be sent, (1/W) sum e_i, is what it was. Load the result on every rank.
 
     Raises:
-        ValueError: not one state of each rank of one run, or no whole number of new ranks.
+        ValueError: not one state of each rank of one moment of one run, or no whole number of new ranks.
     """
     if not _is_count(world_size) or world_size == 0:
         raise ValueError(f"world_size={world_size!r}: expected the number of the new run's ranks")
@@ -301,14 +304,39 @@ def merge(states: Sequence[Mapping[str, Any]], world_size: int) -> dict[str, Any
     ranks = [rank for state in states if (rank := state.get("rank")) is not None]
     if ranks and sorted(ranks) != list(range(len(states))):
         raise ValueError(f"expected one state of each rank, got those of ranks {ranks}")
+    for rank, state in enumerate(states):
+        for what, value in _common(state).items():
+            if value != (here := _common(states[0])[what]):
+                raise ValueError(
+                    f"expected the states of all ranks at one moment of one run, but state 0 has {what} "
+                    f"{here!r} and state {rank} {value!r}: save on all ranks after the same step"
+                )
     merged = dict(states[0])
     merged["world_size"] = world_size
     merged["rank"] = None
     merged["slots"] = {}
     for name, entry in states[0]["slots"].items():
-        residuals = [state["slots"][name]["residual"] for state in states]
+        given = [state["slots"][name]["residual"] for state in states]
+        residuals = [residual for residual in given if residual is not None]
         mean = None
-        if residuals[0] is not None:
-            mean = torch.stack([r.float() for r in residuals]).mean(0).to(residuals[0].dtype)
+        if residuals:
+            # A rank without one owes nothing.
+            total = torch.stack([residual.float() for residual in residuals]).sum(0)
+            mean = (total / len(states)).to(residuals[0].dtype)
         merged["slots"][name] = {**entry, "residual": mean}
     return merged
+
+
+def _common(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What all ranks' states of one moment share, by what it is called."""
+    progress = state["progress"]
+    return {
+        "controller": state["controller"],
+        "options": state.get("options"),
+        "step": progress["step"],
+        "ranks": progress["plan"].get("ranks", {}),
+        "parameters": {
+            name: (slot["numel"], slot["sides"], slot["rank"])
+            for name, slot in state["slots"].items()
+        },
+    }

@@ -25,7 +25,15 @@ from edgc_ddp.agreement import (
     require_equal_starts,
 )
 from edgc_ddp.decisions import FOREVER, Controller, Layout, Observation, Plan
-from edgc_ddp.lane import Lane, Mark, Task, TensorFuture, open_lane, payload_bytes
+from edgc_ddp.lane import (
+    Lane,
+    Mark,
+    Task,
+    TensorFuture,
+    group_in_force,
+    open_lane,
+    payload_bytes,
+)
 from edgc_ddp.memory import ParameterMemory
 from edgc_ddp.observer import Observer
 from edgc_ddp.progress import Progress
@@ -78,10 +86,12 @@ class Engine:
         if buffer.is_complex():
             # Only the zeros that stand for a rank which has joined come so.
             buffer = torch.view_as_real(buffer).flatten()
+        group = group_in_force(self.process_group)
+        if self._lane is not None and self._lane.group is not group:
+            # The default group was ended and made anew, maybe with other ranks.
+            self.close()
         if self._lane is None:
-            self._lane = open_lane(
-                self.process_group, buffer.device, self.settings.channels, self._meet
-            )
+            self._lane = open_lane(group, buffer.device, self.settings.channels, self._meet)
             weakref.finalize(self, self._lane.close)
         lane = self._lane
         if buffer.device != lane.device:

@@ -70,7 +70,7 @@ class Lane:
         self.device = device
         self.sent_bytes = 0.0
         """Bytes this rank has sent: 2 (W-1)/W of each payload that is all-reduced, as in a ring."""
-        self._group = group
+        self.group = group
         self._channels: list[Any] = [group] * channels
 
     def all_reduce(self, tensor: Tensor, channel: int) -> Handle:
@@ -87,7 +87,7 @@ class Lane:
             tensor.div_(self.world_size)
         else:
             tensor.mul_(1 / self.world_size)
-        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
 
         def averaged(future: torch.futures.Future[Any]) -> Tensor:
@@ -217,7 +217,7 @@ class _Running:
     """A task on the worker thread, with how far it has come."""
 
     def __init__(self, make_task: Callable[[], Task]) -> None:
-        self.make_task = make_task
+        self.make_task: Callable[[], Task] | None = make_task
         self.task: Task | None = None
         self.parts_run = 0
         self.ready = True
@@ -310,19 +310,26 @@ class ThreadLane(Lane):
                 raise self._broken
             if running.error is not None:
                 raise running.error
-            if running.task is None:
-                running.task = running.make_task()
+            if running.make_task is not None:
+                running.task, running.make_task = running.make_task(), None
+            assert running.task is not None
             running.handle = next(running.task)
             self._wake_after(running)
         except StopIteration as finished:
-            self._running.remove(running)
+            self._drop(running)
             running.future.set_result(finished.value)
         except BaseException as error:  # noqa: B036 - it must reach the trainer, whatever it is
             # Later buckets would wait for collectives that this rank will no longer issue.
             self._broken = error
-            self._running.remove(running)
+            self._drop(running)
             shown = error if isinstance(error, Exception) else RuntimeError(repr(error))
             running.future.set_exception(shown)  # type: ignore[arg-type]
+
+    def _drop(self, running: _Running) -> None:
+        """Forget a task before its future tells: the trainer may drop its state at once, and whoever is the
+        engine's last owner closes the lane, which the worker cannot wait for itself."""
+        self._running.remove(running)
+        running.task = running.make_task = None
 
     def _wake_after(self, running: _Running) -> None:
         # Gloo runs the callback on a thread of its own. That thread must never be the last to hold the
@@ -363,6 +370,17 @@ def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return group._get_backend(device).options._timeout
 
 
+def group_in_force(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, or the default one. Raises RuntimeError where there is none yet."""
+    group = group if group is not None else dist.group.WORLD
+    if group is None:
+        raise RuntimeError(
+            "edgc_hook ran before torch.distributed.init_process_group: initialise the process group, "
+            "wrap the model in DistributedDataParallel, then register the hook"
+        )
+    return group
+
+
 def open_lane(
     group: dist.ProcessGroup | None,
     device: torch.device,
@@ -374,12 +392,7 @@ def open_lane(
     ``meet`` is given a lane over the group itself, before there are channels: ranks that want another
     number of them would wait for each other for ever.
     """
-    group = group if group is not None else dist.group.WORLD
-    if group is None:
-        raise RuntimeError(
-            "edgc_hook ran before torch.distributed.init_process_group: initialise the process group, "
-            "wrap the model in DistributedDataParallel, then register the hook"
-        )
+    group = group_in_force(group)
     kind = StreamLane if device.type == "cuda" else ThreadLane
     meet(Lane(group, device))
     return kind(group, device, channels)

@@ -41,10 +41,14 @@ class Registry:
             self._sparse = {self._names[i][1] for i in _sparse_ids(model) if i in self._names}
 
     def expect(self, first_buckets: Sequence[int], world_size: int) -> None:
-        """The slots now come from a checkpoint of a run of that size whose first buckets were these."""
-        self.loaded = True
+        """The slots now come from a checkpoint of a run of that size whose first buckets were these, or, if
+        it was written before the first gradient came, are to be made again."""
+        self.loaded = bool(self.memory.slots)
         self.world_size = world_size
         self._expected_buckets = list(first_buckets)
+        if not self.loaded:
+            self.closed, self.first_buckets = False, []
+            self._by_id.clear()
 
     def settle(self) -> torch.device | None:
         """Bring loaded slots to the parameters that were met before; their device, None before any."""
