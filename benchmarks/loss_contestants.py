@@ -30,10 +30,11 @@ def _row(controller: str, wire: str, what: str, *options: str, name: str = "") -
     return Contestant(f"{name or controller}-{wire}", what, (*overrides, *wires))
 
 
-def _coded(controller: str, what: str) -> Contestant:
+def _coded(controller: str, what: str, *options: str) -> Contestant:
     """Everything in int8: the factors, and the whole gradients before them."""
+    overrides = [f"controller={controller}", *(f"controller.{option}" for option in options)]
     wires = ("hook.wire_dtype=int8", "hook.dense_dtype=int8")
-    return Contestant(f"{controller}-all-int8", what, (f"controller={controller}", *wires))
+    return Contestant(f"{controller}-all-int8", what, (*overrides, *wires))
 
 
 def _fixed(rank: int, wire: str) -> Contestant:
@@ -47,6 +48,9 @@ def _cold(percent: int) -> Contestant:
     return _row("adaptive", "int8", what, *options, name=f"adaptive-{percent}")
 
 
+_THIRTY_TWO = ("r_max=32", "r_min=8")
+"""Half of the paper's bounds, which the experiment has left."""
+
 CONTESTANTS = (
     Contestant("dense", "plain average in fp32", ("controller=dense", "hook.dense_dtype=fp32")),
     Contestant("dense-bf16", "plain average in bf16", kind="bf16"),
@@ -56,9 +60,9 @@ CONTESTANTS = (
     _fixed(16, "bf16"),
     # As many bytes as fp32 at ranks 4, 8 and 16.
     *(_fixed(rank, "int8") for rank in (16, 32, 64)),
-    _row("edgc", "fp32", "the paper's policy"),
-    _row("edgc", "int8", "the paper's policy"),
-    _row("edgc_code", "fp32", "the policy of the authors' code"),
+    _row("edgc", "fp32", "the paper's policy", *_THIRTY_TWO),
+    _row("edgc", "int8", "the paper's policy", *_THIRTY_TWO),
+    _row("edgc_code", "fp32", "the policy of the authors' code", *_THIRTY_TWO),
     _row("accordion", "fp32", "rank 32 while a gradient's norm changes, else 8"),
     _row("lgreco", "fp32", "fewest bytes at the error of rank 16"),
     # Optimus-CC compresses three of four stages at rank 128: halved as the rest is.
@@ -74,7 +78,10 @@ CONTESTANTS = (
     _row("adaptive", "int8", "a tenth of the entries, by energy"),
     # As many bytes as fixed-32-int8 and fixed-64-int8.
     *(_cold(percent) for percent in (22, 44)),
-    _coded("edgc", "the paper's policy, warm-up in 8 bits"),
+    Contestant(
+        "default", "the experiment as it is: the paper's policy in 8 bits", ("controller=edgc",)
+    ),
+    _coded("edgc", "the paper's policy, warm-up in 8 bits", *_THIRTY_TWO),
     _coded("adaptive", "a tenth of the entries, by energy, warm-up in 8 bits"),
     Contestant("4bit", "4 bits an entry, error feedback", kind="4bit"),
     Contestant("1bit", "1 bit an entry, error feedback", kind="1bit"),

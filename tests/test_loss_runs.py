@@ -94,7 +94,7 @@ def test_what_a_controller_is_asked_for_composes(name: str) -> None:
         config = app.settings(hydra.compose("config", asked))
     validate.check(config, config.nproc)
     assert (config.seed, config.hook.seed, config.train.checkpoint_every) == (1, 1, 0)
-    assert config.hook.wire_dtype in name or name == "dense"
+    assert config.hook.wire_dtype in name or name in ("dense", "default")
     if name == "selective-fp32":
         assert config.controller["inner"]["rank"] == 64
         controller = validate.make_controller(config.controller)
