@@ -97,7 +97,7 @@ MUTATIONS = (
     ),
     Mutation(
         "collectives in order of completion",
-        "lane.py",
+        "lane/thread.py",
         "if running.ready and (before is None or before.parts_run > running.parts_run):",
         "if running.ready:",
         ("test_hook.py",),

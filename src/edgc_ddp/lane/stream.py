@@ -1,0 +1,44 @@
+"""The lane of CUDA tensors: a side stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from edgc_ddp.lane.collectives import CHANNELS, Lane, Mark, Task, TensorFuture
+
+
+class StreamLane(Lane):
+    """Runs each task at once on a side stream; waiting blocks that stream and never the host."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, channels: int = CHANNELS
+    ) -> None:
+        super().__init__(group, device, channels)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def submit(self, make_task: Callable[[], Task]) -> TensorFuture:
+        # The gradients are written by the stream that backward runs on.
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        future: TensorFuture = torch.futures.Future(devices=[self.device])
+        with torch.cuda.stream(self._stream):
+            task = make_task()
+            try:
+                while True:
+                    next(task).wait()
+            except StopIteration as finished:
+                # Records an event on the side stream, which DDP's stream then waits for.
+                future.set_result(finished.value)
+        return future
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, begin: Mark, end: Mark) -> float:
+        assert isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
