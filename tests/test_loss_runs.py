@@ -26,14 +26,19 @@ TINY = [
 
 
 def write_run(
-    out: Path, name: str, seed: int, ends: tuple[float, float | None], step_bytes: int
+    out: Path,
+    name: str,
+    seed: int,
+    ends: tuple[float, float | None],
+    step_bytes: int,
+    behind: float = 0.0,
 ) -> None:
-    """Four steps; held-out losses after two and four."""
+    """Four steps, the last two ``behind``; held-out losses after two and four."""
     home = out / name / f"seed-{seed}"
     home.mkdir(parents=True)
     rows = [
-        {"kind": "step", "step": step, "loss": 5.0 - step, "wire_bytes": step_bytes * (step + 1)}
-        for step in range(4)
+        {"kind": "step", "step": s, "loss": 5.0 - s + lag, "wire_bytes": step_bytes * (s + 1)}
+        for s, lag in enumerate((0.0, 0.0, behind, behind))
     ]
     rows += [{"kind": "eval", "step": s, "val_loss": e} for s, e in zip((1, 3), ends, strict=True)]
     with (home / "steps.csv").open("w", newline="") as file:
@@ -60,7 +65,7 @@ def out(tmp_path: Path) -> Path:
         sent = 1_000_000 // (place + 1)
         for seed in (0, 1):
             ends = (3.0 + 0.01 * place, 2.0 + 0.01 * place + 0.1 * seed)
-            write_run(folder, contestant.name, seed, ends, sent)
+            write_run(folder, contestant.name, seed, ends, sent, 0.01 * place * (1 + seed))
     return folder
 
 
@@ -159,6 +164,8 @@ def test_a_folder_gives_ends_differences_and_who_beats_whom(out: Path) -> None:
     third = CONTESTANTS[2].name
     behind = found.behind_dense(third)
     assert (behind.low, behind.high) == (pytest.approx(0.02), pytest.approx(0.02))
+    late = found.late_behind_dense(third)
+    assert (late.mean, late.low, late.high) == pytest.approx((0.03, 0.02, 0.04))
     first = found.runs["dense"][0].points
     assert [p.steps for p in first] == [2, 4] and [p.train_loss for p in first] == [4.5, 3.5]
     assert found.sent("dense") == 4_000_000

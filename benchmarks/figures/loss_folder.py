@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -18,6 +18,9 @@ DENSE = "dense"
 COMMAND = "python -m benchmarks.loss_runs"
 _SMOOTH = 50
 """Steps whose mean stands for the training loss at the last of them."""
+_LATE = 0.3
+"""Of a run's steps, its last: their training losses are many, each taken on the batch that dense saw too, so
+they tell contestants apart that one held-out evaluation cannot."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class LossRun:
     seed: int
     points: tuple[Point, ...]
     dense_bytes: float
+    late_loss: float
+    """Mean training loss of the last steps."""
     step_seconds: float
     """Median of a step, loopback communication included."""
 
@@ -86,8 +91,15 @@ class Losses:
 
     def behind_dense(self, name: str) -> Spread:
         """Held-out loss at the end less that of dense with the same seed, over the seeds both have."""
-        dense = {run.seed: run.last.val_loss for run in self.runs[DENSE]}
-        pairs = [r.last.val_loss - dense[r.seed] for r in self.runs[name] if r.seed in dense]
+        return self._behind(name, lambda run: run.last.val_loss)
+
+    def late_behind_dense(self, name: str) -> Spread:
+        """The same of the mean training loss of the last three tenths of the steps."""
+        return self._behind(name, lambda run: run.late_loss)
+
+    def _behind(self, name: str, loss: Callable[[LossRun], float]) -> Spread:
+        dense = {run.seed: loss(run) for run in self.runs[DENSE]}
+        pairs = [loss(run) - dense[run.seed] for run in self.runs[name] if run.seed in dense]
         return Spread.of(pairs) if pairs else Spread(math.nan, math.nan, math.nan)
 
     def sent(self, name: str) -> float:
@@ -192,4 +204,5 @@ def _run(home: Path, about: dict[str, Any]) -> LossRun:
         if row["val_loss"]
     )
     dense = float(about["summary"]["dense_bytes"])
-    return LossRun(about["seed"], points, dense, about["median_step_seconds"])
+    late = mean(losses[-math.ceil(_LATE * len(losses)) :])
+    return LossRun(about["seed"], points, dense, late, about["median_step_seconds"])

@@ -234,11 +234,16 @@ def equal_bytes(folder: Path) -> list[str]:
     losses = read(newest())
     rows: list[Row] = []
     for name in sorted(losses.runs, key=losses.sent):
-        runs, behind = losses.runs[name], losses.behind_dense(name)
+        runs, behind, late = (
+            losses.runs[name],
+            losses.behind_dense(name),
+            losses.late_behind_dense(name),
+        )
         rows.append(
             {"contestant": name, "share": losses.sent(name) / runs[0].dense_bytes}
             | _end(losses, name)
             | {"behind dense": behind.mean, "least": behind.low, "most": behind.high}
+            | {"late": late.mean, "late least": late.low, "late most": late.high}
             | {"step ms": 1000 * median(run.step_seconds for run in runs)}
             | {"beaten by": ", ".join(losses.beaten_by(name)) or NOBODY}
         )
@@ -269,7 +274,8 @@ def equal_bytes(folder: Path) -> list[str]:
     figure.savefig(folder / "equal_bytes.png", dpi=110)
     return [
         *_ground(losses),
-        "Share: of dense fp32's bytes. Behind dense: less dense's loss with the same seed. Step ms: median "
+        "Share: of dense fp32's bytes. Behind dense: less dense's loss with the same seed. Late: the same of "
+        "the training loss over the last three tenths of the steps, on equal batches. Step ms: median "
         "on this machine's loopback, compression included; no link. Beaten by: who sent no more bytes and "
         "ended lower with every seed.",
         "",
