@@ -19,8 +19,8 @@ COMMAND = "python -m benchmarks.loss_runs"
 _SMOOTH = 50
 """Steps whose mean stands for the training loss at the last of them."""
 _LATE = 0.3
-"""Of a run's steps, its last: their training losses are many, each taken on the batch that dense saw too, so
-they tell contestants apart that one held-out evaluation cannot."""
+"""Of a run's steps, its last: their training losses are many, each taken on the batch that dense saw
+too, so they tell contestants apart that one held-out evaluation cannot."""
 
 
 @dataclass(frozen=True)
