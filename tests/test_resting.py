@@ -12,7 +12,7 @@ from scenes import SMALL_BUCKETS_MB, Given, averages, draw, plain_mean, wrap
 from torch import Tensor
 
 from edgc_ddp import EDGCState
-from edgc_ddp.controllers import Dense, FixedRank, Scheduled
+from edgc_ddp.controllers import Dense, EntropyController, FixedRank, Scheduled
 
 Pools = Callable[[int], Ranks]
 SHAPES = [(24, 40), (40, 24), (16,), (8, 3, 2, 2)]
@@ -93,6 +93,51 @@ def wakes_up(rank: int, world: int) -> None:
 
 def test_a_loaded_state_ends_the_rest(ranks: Pools) -> None:
     ranks(2)(wakes_up)
+
+
+def resumed_at_rest(rank: int, world: int) -> None:
+    saved: dict[int, Any] = {}
+    for begin in (0, 7, 8, 11):
+        model = Given(SHAPES)
+        state = EDGCState(Scheduled({2: 2, 6: 0}), model=model)
+        if begin:
+            state.load_state_dict(saved[begin])
+        ddp = wrap(model, state, SMALL_BUCKETS_MB)
+        for step in range(begin, 14):
+            got = averages(ddp, draw(SHAPES, seed=10 * step + rank))
+            if not begin:
+                saved[step + 1] = state.state_dict()
+        assert state.engine._resting and state.metrics()["step"] == 14
+        ends = [*got, torch.tensor(state.metrics()["wire_bytes"])]
+        if not begin:
+            wanted = ends
+        assert all(torch.equal(a, b) for a, b in zip(ends, wanted, strict=True))
+
+
+def test_a_run_resumed_at_rest_or_just_before_ends_alike(ranks: Pools) -> None:
+    ranks(2)(resumed_at_rest)
+
+
+def goes_dense_by_itself(rank: int, world: int) -> list[str]:
+    """On a link where compressing takes ten times as long."""
+    model = Given(SHAPES)
+    state = EDGCState(EntropyController(window=4, warmup=4, calibration_steps=2), model=model)
+    ddp, plain = wrap(model, state, SMALL_BUCKETS_MB), wrap(Given(SHAPES), None, SMALL_BUCKETS_MB)
+    for step in range(24):
+        gradients = draw(SHAPES, seed=10 * step + rank)
+        got = averages(ddp, gradients)
+        lane = state.engine._lane
+        assert lane is not None
+        lane.seconds = lambda *_: 1.0 if state.engine.mean_rank() else 0.1  # type: ignore[method-assign]
+    assert state.engine._resting
+    want = averages(plain, gradients)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    return [entry["phase"] for entry in state.history]
+
+
+def test_a_controller_that_sees_no_gain_comes_to_rest(ranks: Pools) -> None:
+    for phases in ranks(2)(goes_dense_by_itself):
+        assert phases[0] == "warmup" and "calibration" in phases and phases[-1] == "dense"
 
 
 def saved_by_one(rank: int, world: int) -> bool:
