@@ -74,15 +74,14 @@ CONTESTANTS = (
         "inner.rank=64",
     ),
     _row("scheduled", "fp32", "dense to step 100, rank 32 to 500, then 8"),
-    _row("adaptive", "fp32", "a tenth of the entries, by energy"),
-    _row("adaptive", "int8", "a tenth of the entries, by energy"),
+    _row("adaptive", "fp32", "a quarter of the entries, by energy"),
+    _row("adaptive", "int8", "a quarter of the entries, by energy"),
     # As many bytes as fixed-32-int8 and fixed-64-int8.
     *(_cold(percent) for percent in (22, 44)),
     Contestant(
         "default", "the experiment as it is: the paper's policy in 8 bits", ("controller=edgc",)
     ),
     _coded("edgc", "the paper's policy, warm-up in 8 bits", *_THIRTY_TWO),
-    _coded("adaptive", "a tenth of the entries, by energy, warm-up in 8 bits"),
     Contestant("4bit", "4 bits an entry, error feedback", kind="4bit"),
     Contestant("1bit", "1 bit an entry, error feedback", kind="1bit"),
     Contestant("1bit-warm", "1 bit after a dense tenth", kind="1bit", dense_share=WARM_SHARE),

@@ -188,7 +188,7 @@ CASES = {
         AdaptiveController(window=50, warmup=40), 1, 60, reads_entropy=False, trades=True
     ),
     "adaptive target": Case(
-        AdaptiveController(window=50, target=0.3, r_min=2, r_max=40, step_limit=5),
+        AdaptiveController(window=50, warmup=None, target=0.3, r_min=2, r_max=40, step_limit=5),
         2,
         40,
         step_limit=5,
@@ -705,7 +705,7 @@ def test_selective_hides_the_dense_matrices_from_the_inner_controller() -> None:
         (lambda: LGreco(8, r_max=7), "r_max=7: expected bounds around rank=8; move the bound"),
         (lambda: LGreco(8, step_limit=0), "step_limit=0: expected a whole number >= 1; leave"),
         (lambda: LGreco(8, relative=1), "relative=1: expected True or False; True suits Adam"),  # type: ignore
-        (lambda: AdaptiveController(budget=0), "budget=0: expected a number in (0, 1]; 0.1 sends"),
+        (lambda: AdaptiveController(budget=0), "budget=0: expected a number in (0, 1]; 0.25 sends"),
         (lambda: AdaptiveController(target=1), "target=1: expected a number below 1; 0.5 leaves"),
         (lambda: AdaptiveController(r_min=5, r_max=4), "r_min=5: expected at most r_max=4; lower"),
         (lambda: AdaptiveController(step_limit=0), "step_limit=0: expected a whole number >= 1"),

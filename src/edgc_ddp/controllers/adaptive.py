@@ -19,7 +19,7 @@ from edgc_ddp.controllers.options import (
 from edgc_ddp.controllers.spectrum import largest_rank, spectrum
 from edgc_ddp.decisions import Layout, MatrixSpec, Observation, Plan, State
 
-DEFAULT_BUDGET = 0.1
+DEFAULT_BUDGET = 0.25
 _LARGEST_PROBE = 128
 
 
@@ -96,14 +96,14 @@ def _sides(matrix: MatrixSpec) -> int:
 class AdaptiveController:
     """Measures every matrix's spectrum and spends entries where they carry most energy.
 
-    Nothing needs tuning: without options a tenth of the entries is sent (the wire type makes each of
-    them smaller still), after a dense warm-up of a tenth of the run.
+    Nothing needs tuning: without options a quarter of the entries is sent (the wire type makes each of
+    them smaller still), from the first decision on: a dense warm-up was not worth its bytes.
 
     - ``budget``: entries of the factors as a share of the matrices' entries, (0, 1].
     - ``target``: share of the gradient's energy that may be left, (0, 1); directions are added until it
-      is met. With both, whichever comes first; with neither, ``budget`` is 0.1.
-    - ``window``: iterations between decisions; ``warmup``: dense iterations before (None = a tenth of
-      ``total_steps``, else one window; 0 = none). Int, or a float in (0, 1) as a share of
+      is met. With both, whichever comes first; with neither, ``budget`` is 0.25.
+    - ``window``: iterations between decisions; ``warmup``: dense iterations before (0 = none, None = a
+      tenth of ``total_steps``, else one window). Int, or a float in (0, 1) as a share of
       ``total_steps``.
     - ``step_limit``: largest change of a rank in one window. ``r_min``, ``r_max``: bounds; None = the
       largest rank at which factors are smaller than the matrix.
@@ -129,7 +129,7 @@ class AdaptiveController:
     """
 
     window: int | float = 1000
-    warmup: int | float | None = None
+    warmup: int | float | None = 0
     total_steps: int | None = None
     budget: float | None = None
     target: float | None = None
@@ -142,7 +142,7 @@ class AdaptiveController:
         if self.total_steps is not None:
             check_count("total_steps", self.total_steps, remedy="give the run's iterations or None")
         if self.budget is not None:
-            check_share("budget", self.budget, remedy="0.1 sends a tenth of the entries")
+            check_share("budget", self.budget, remedy="0.25 sends a quarter of the entries")
         if self.target is not None:
             check_share("target", self.target, remedy="0.5 leaves half of the energy")
             if self.target == 1:

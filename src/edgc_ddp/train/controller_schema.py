@@ -90,7 +90,7 @@ class AdaptiveSchema:
 
     _target_: str = f"{_HOME}.AdaptiveController"
     window: int | float = 1000
-    warmup: int | float | None = None
+    warmup: int | float | None = 0
     total_steps: int | None = None
     budget: float | None = None
     target: float | None = None
