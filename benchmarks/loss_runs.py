@@ -119,14 +119,6 @@ def told_command(contestant: Contestant, seed: int, steps: int, also: Sequence[s
     return ["python", *arguments(contestant, seed, steps, also, "FOLDER")]
 
 
-def code() -> dict[str, Any]:
-    """The commit, and whether what runs differs from it: the records that these runs leave do not count."""
-    runs = ["src", "conf", "benchmarks", ":(exclude)benchmarks/results"]
-    status = ["git", "-C", str(ROOT), "status", "--porcelain", "--", *runs]
-    done = subprocess.run(status, capture_output=True, text=True, timeout=30, check=False)
-    return {"id": commit(ROOT)["id"], "dirty": bool(done.stdout)}
-
-
 def one(
     contestant: Contestant, seed: int, steps: int, also: Sequence[str], home: Path, limit: float
 ) -> dict[str, Any]:
@@ -137,7 +129,7 @@ def one(
     about = {"contestant": contestant.name, "what": contestant.what, "seed": seed, "steps": steps}
     about["also"] = list(also)
     about |= {"command": told_command(contestant, seed, steps, also)}
-    about |= {"commit": code(), "machine": machine()}
+    about |= {"commit": commit(ROOT), "machine": machine()}
     about["started"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     argv = arguments(contestant, seed, steps, also, scratch.resolve())
     summary = train([sys.executable, *argv], limit)

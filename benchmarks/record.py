@@ -29,6 +29,9 @@ _MIN_STEPS = 30
 _MIN_ROUNDS = 3
 _MAX_BUSY = 0.05
 _LOOK_SECONDS = 3.0
+_KEPT = ("results", "trials")
+_RUNS = [f":(top){name}" for name in ("src", "conf", "benchmarks")]
+_RUNS += [f":(top,exclude)benchmarks/{name}" for name in _KEPT]
 
 
 def folder_for(parent: Path, name: str, today: datetime.date) -> Path:
@@ -80,7 +83,8 @@ def busy_share(before: str, after: str) -> float:
 
 
 def commit(folder: Path) -> dict[str, Any]:
-    """The commit checked out and whether files differ from it; id None outside a repository."""
+    """The commit checked out and whether what runs differs from it (the records that runs leave do not
+    count); id None outside a repository."""
 
     def git(*arguments: str) -> str | None:
         done = subprocess.run(
@@ -92,7 +96,8 @@ def commit(folder: Path) -> dict[str, Any]:
         )
         return done.stdout.strip() if done.returncode == 0 else None
 
-    return {"id": git("rev-parse", "--verify", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    changed = git("status", "--porcelain", "--", *_RUNS)
+    return {"id": git("rev-parse", "--verify", "HEAD"), "dirty": bool(changed)}
 
 
 def objections(config: Mapping[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ import datetime
 import json
 import math
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,26 @@ def test_a_shared_interface_carries_the_sum_of_what_its_hosts_send() -> None:
 def test_without_a_base_line_there_is_no_summary() -> None:
     with pytest.raises(ValueError, match="'none'"):
         summarise([b for b in BLOCKS if b["contestant"] != "none"], Link.parse("1gbit"), False)
+
+
+def test_a_commit_is_dirty_when_what_runs_differs_not_when_records_do(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True, timeout=30)
+
+    assert record.commit(tmp_path) == {"id": None, "dirty": False}
+    git("init", "--quiet")
+    places = [tmp_path / "benchmarks" / "results" / "kept.md", tmp_path / "src" / "code.py"]
+    for place in places:
+        place.parent.mkdir(parents=True)
+        place.write_text("1")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "first")
+    places[0].with_name("new.md").write_text("2")
+    clean = record.commit(places[0].parent)
+    assert len(clean["id"]) == 40 and not clean["dirty"]
+    places[1].with_name("new.py").write_text("2")
+    assert record.commit(places[0].parent) == {**clean, "dirty": True}
 
 
 def _config() -> dict[str, Any]:
