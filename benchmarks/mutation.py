@@ -103,6 +103,20 @@ MUTATIONS = (
         ("test_hook.py",),
     ),
     Mutation(
+        "a finished task is kept while its future tells",
+        "lane/thread.py",
+        "        running.task = running.make_task = None\n",
+        "",
+        ("test_reliability_driving.py",),
+    ),
+    Mutation(
+        "a default group made anew goes unseen",
+        "engine.py",
+        "if self._lane is not None and self._lane.group is not group:",
+        "if False:",
+        ("test_reliability_driving.py",),
+    ),
+    Mutation(
         "plans are not compared",
         "engine.py",
         "        require_equal_plans(lane, plan)\n",

@@ -194,6 +194,9 @@ CASES = {
         step_limit=5,
         reads_entropy=False,
     ),
+    "adaptive target from the start": Case(
+        AdaptiveController(window=50, target=0.3), 1, 60, reads_entropy=False
+    ),
     "adaptive both": Case(
         AdaptiveController(window=0.05, total_steps=1000, target=0.01, budget=0.05),
         1,

@@ -58,7 +58,9 @@ def going_on(rank: int, world: int, file: str, saved: int) -> bytes:
     return fingerprint(trained(model, state, rank, saved, saved + STEPS))
 
 
-@pytest.mark.parametrize("saved", [1, 25], ids=["before any decision", "while compressing"])
+@pytest.mark.parametrize(
+    "saved", [0, 1, 25], ids=["before any gradient", "before any decision", "while compressing"]
+)
 def test_a_distributed_checkpoint_is_read_without_a_process_group(
     ranks: Pools, tmp_path: Path, saved: int
 ) -> None:

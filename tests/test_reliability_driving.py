@@ -12,6 +12,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -446,6 +447,37 @@ def dropped(rank: int, world: int) -> None:
         assert lanes() <= before
 
 
+def fails_once(rank: int) -> None:
+    class Failing(FixedRank):
+        def decide(self, *_: Any) -> Any:
+            raise KeyError("no plan")
+
+    ddp = wrap(mlp(), EDGCState(Failing(2)), SMALL_BUCKETS_MB)
+    try:
+        plainly(ddp, rank, 4)
+    except Exception as error:
+        assert "no plan" in str(error)
+    else:
+        raise AssertionError("the controller's error did not reach the trainer")
+
+
+def dropped_after_an_error(rank: int, world: int) -> None:
+    gc.collect()
+    before = lanes()
+    for _ in range(3):
+        fails_once(rank)
+        gc.collect()
+        # Buckets behind the one that failed may still be on their way through the worker.
+        end = time.monotonic() + 20
+        while lanes() > before and time.monotonic() < end:
+            time.sleep(0.01)
+        assert lanes() <= before
+
+
+def test_a_state_given_up_after_an_error_leaves_no_thread(ranks: Pools) -> None:
+    ranks(2)(dropped_after_an_error)
+
+
 def group_made_anew(rank: int, world: int, fewer: int, store: str) -> str | None:
     model = mlp()
     state = EDGCState(FixedRank(2), model=model)
@@ -464,6 +496,8 @@ def group_made_anew(rank: int, world: int, fewer: int, store: str) -> str | None
             plainly(ddp, rank, 1)
         return str(caught.value)
     plainly(ddp, rank, 4)
+    lane = state.engine._lane
+    assert lane is not None and lane.group is dist.group.WORLD
     return str(state.metrics()["step"])
 
 

@@ -22,7 +22,12 @@ from edgc_ddp.observer import Observer
 from edgc_ddp.progress import Progress
 
 VERSION = 1
-_KEYS = {"version", "controller", "world_size", "layout", "progress", "slots", "window", "buckets"}
+_KEYS = {"version", "controller", "world_size", "layout", "progress", "window", "buckets"}
+
+
+def _whole(packed: Mapping[str, Any]) -> dict[str, Any]:
+    """With what torch's distributed checkpoints leave out: they keep no empty dictionary."""
+    return {"slots": {}, **packed}
 
 
 def pack(engine: Engine, world_size: int, rank: int | None) -> dict[str, Any]:
@@ -105,6 +110,7 @@ def check(engine: Engine, packed: Mapping[str, Any], world_size: int, rank: int 
     if not isinstance(packed, Mapping) or (missing := _KEYS - set(packed)):
         what = f"lacks {sorted(missing)}" if isinstance(packed, Mapping) else "is no dictionary"
         raise ValueError(f"this is no EDGCState.state_dict(): it {what}")
+    packed = _whole(packed)
     if packed["version"] != VERSION:
         raise ValueError(
             f"the state has version {packed['version']!r}, this edgc_ddp reads {VERSION}: load it with "
@@ -260,6 +266,9 @@ def _progress(engine: Engine, packed: Mapping[str, Any]) -> Progress:
 def unpack(engine: Engine, packed: Mapping[str, Any]) -> None:
     """Put a checked state in force. Tensors of parameters that have been met go to their device, others
     when their gradient arrives."""
+    packed = _whole(packed)
+    # Ranks meet anew at the next bucket, and compare what they were given.
+    engine.close()
     # What is known of the residuals at hand says nothing of those to come.
     engine.memory.free_sent()
     engine.progress = _progress(engine, packed)
@@ -279,7 +288,10 @@ def unpack(engine: Engine, packed: Mapping[str, Any]) -> None:
         slot.numel, slot.sides = entry["numel"], sides
         slot.index, slot.rank = index.get(name, -1), entry["rank"]
         slot.residual, slot.basis_NR = _copy(entry["residual"]), _copy(entry["basis"])
-    engine.registry.expect(packed["buckets"], packed["world_size"])
+    if slots:
+        engine.registry.expect(packed["buckets"], packed["world_size"])
+    else:
+        engine.registry.begin_again(packed["world_size"])
     device = engine.registry.settle()
     engine.observer = None
     if engine.layout is not None:
@@ -298,15 +310,17 @@ def merge(states: Sequence[Mapping[str, Any]], world_size: int) -> dict[str, Any
     """
     if not _is_count(world_size) or world_size == 0:
         raise ValueError(f"world_size={world_size!r}: expected the number of the new run's ranks")
+    states = [_whole(state) for state in states]
     if not states or any(state["world_size"] != len(states) for state in states):
         sizes = [state["world_size"] for state in states]
         raise ValueError(f"expected the states of all ranks of one run, got {sizes} (world sizes)")
     ranks = [rank for state in states if (rank := state.get("rank")) is not None]
     if ranks and sorted(ranks) != list(range(len(states))):
         raise ValueError(f"expected one state of each rank, got those of ranks {ranks}")
+    first = _common(states[0])
     for rank, state in enumerate(states):
         for what, value in _common(state).items():
-            if value != (here := _common(states[0])[what]):
+            if value != (here := first[what]):
                 raise ValueError(
                     f"expected the states of all ranks at one moment of one run, but state 0 has {what} "
                     f"{here!r} and state {rank} {value!r}: save on all ranks after the same step"

@@ -71,6 +71,7 @@ class Engine:
         self.origin: int | None = None
         """The rank whose state was loaded; None where that is all the same."""
         self._lane: Lane | None = None
+        self._finalizer: weakref.finalize[[], Engine] | None = None
         self._began: Mark | None = None
         self._started = self._finished = 0
         self._last_started = False
@@ -92,7 +93,7 @@ class Engine:
             self.close()
         if self._lane is None:
             self._lane = open_lane(group, buffer.device, self.settings.channels, self._meet)
-            weakref.finalize(self, self._lane.close)
+            self._finalizer = weakref.finalize(self, self._lane.close)
         lane = self._lane
         if buffer.device != lane.device:
             raise RuntimeError(
@@ -141,6 +142,10 @@ class Engine:
                 self.observer.spans = list(self.spans())
             self._lane.close()
             self._lane = None
+        if self._finalizer is not None:
+            # It holds the lane, and with it a process group that may be over.
+            self._finalizer.detach()
+            self._finalizer = None
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not None:
@@ -163,7 +168,13 @@ class Engine:
         observer = copy.copy(self.observer)
         if observer is not None:
             observer.spans = list(self.spans())
-        return {**self.__dict__, "observer": observer, "_lane": None, "_began": None}
+        return {
+            **self.__dict__,
+            "observer": observer,
+            "_lane": None,
+            "_finalizer": None,
+            "_began": None,
+        }
 
     def _meet(self, lane: Lane) -> None:
         self._check_loaded(lane)
@@ -232,7 +243,9 @@ class Engine:
         progress = self.progress
         if self.observer is not None:
             assert self._began is not None
-            self.observer.spans.append((self._began, lane.mark()))
+            if progress.plan.until < FOREVER:
+                # Nobody will ask for the others, and they would pile up.
+                self.observer.spans.append((self._began, lane.mark()))
             self.observer.steps += 1
         if rank := self.mean_rank():
             progress.rank_sum += rank

@@ -149,9 +149,11 @@ class FactorSums:
         drawn = self._signs[1]
         if length not in drawn:
             # Below 2^31: the CPU generator drops the upper half of longer seeds.
-            generator = torch.Generator().manual_seed((step * 1_000_003 + length) % 2**31)
-            bits = torch.randint(0, 2, (length,), generator=generator)
-            drawn[length] = (2 * bits - 1).float().to(self.device)
+            # Drawn on the device: a copy from the host would make it wait.
+            generator = torch.Generator(self.device)
+            generator.manual_seed((step * 1_000_003 + length) % 2**31)
+            bits = torch.randint(0, 2, (length,), generator=generator, device=self.device)
+            drawn[length] = (2 * bits - 1).float()
         return drawn[length]
 
 

@@ -112,7 +112,9 @@ class Observer:
         generator = torch.Generator(average_MN.device).manual_seed(cols)
         q_NR = random_basis(cols, rank, generator).to(average_MN.dtype)
         p_MR = orthonormalise(average_MN @ q_NR)
-        captured_R = (average_MN.t() @ p_MR).square().sum(0).cumsum(0)
+        energy_R = (average_MN.t() @ p_MR).square().sum(0)
+        # A running sum as a product: CUDA has no deterministic one of floats.
+        captured_R = energy_R.new_ones(rank, rank).tril() @ energy_R
         total = average_MN.square().sum()
         self.curve[0] += total
         self.curve[1 : rank + 1] += (total - captured_R).clamp(min=0)

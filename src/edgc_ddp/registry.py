@@ -41,14 +41,19 @@ class Registry:
             self._sparse = {self._names[i][1] for i in _sparse_ids(model) if i in self._names}
 
     def expect(self, first_buckets: Sequence[int], world_size: int) -> None:
-        """The slots now come from a checkpoint of a run of that size whose first buckets were these, or, if
-        it was written before the first gradient came, are to be made again."""
-        self.loaded = bool(self.memory.slots)
+        """The slots now come from a checkpoint of a run of that size whose first buckets were these."""
+        self.loaded = True
         self.world_size = world_size
         self._expected_buckets = list(first_buckets)
-        if not self.loaded:
-            self.closed, self.first_buckets = False, []
-            self._by_id.clear()
+
+    def begin_again(self, world_size: int) -> None:
+        """A checkpoint was written before the first gradient came: parameters that were met keep their
+        names and nothing else."""
+        self.loaded = False
+        self.world_size = world_size
+        for key, (parameter, slot) in self._by_id.items():
+            fresh = self.memory.slots[slot.name] = Slot(slot.name, slot.numel, slot.sides)
+            self._by_id[key] = (parameter, fresh)
 
     def settle(self) -> torch.device | None:
         """Bring loaded slots to the parameters that were met before; their device, None before any."""

@@ -110,8 +110,8 @@ class AdaptiveController:
     - ``cost``: what one direction of a matrix costs, from a model of the time, say, in any unit;
       None = its entries. Must give equal answers on all ranks.
 
-    Starts at the rank of each matrix that spends the same share of its entries or, with ``target``
-    alone, at the lowest uniform rank that met it on the last warm-up iteration. Matrices that a window
+    Starts at the rank of each matrix that spends the same share of its entries or, with ``target`` and a
+    warm-up, at the lowest uniform rank that met it on the warm-up's last iteration. Matrices that a window
     did not show keep their rank.
 
     Raises ValueError naming the option for any value out of range.

@@ -3,7 +3,8 @@
 A bucket's average is written as a generator (see ``reducers/``): it starts a collective through
 :class:`Lane`, yields the handle, and goes on once the collective is done. The same text then runs
 
-- on CPU tensors (:class:`ThreadLane`) on one worker thread that owns two process groups. Each group
+- on CPU tensors (:class:`ThreadLane`) on one worker thread that owns a process group for each of the
+  collectives that a bucket needs, two with float factors, four with int8. Each group
   sees its collectives in bucket order whatever the timing, because part k of a bucket runs only after
   part k of the bucket before it, and part k uses channel k alone. So bucket 1's first all-reduce may
   travel beside bucket 0's second one without any rank seeing another order;

@@ -20,10 +20,16 @@ class StreamLane(Lane):
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def submit(self, make_task: Callable[[], Task]) -> TensorFuture:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "edgc_hook ran while a CUDA graph was being captured: its plan changes between iterations, "
+                "and a replay would not. Capture without it, or train without capture"
+            )
         # The gradients are written by the stream that backward runs on.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         future: TensorFuture = torch.futures.Future(devices=[self.device])
-        with torch.cuda.stream(self._stream):
+        # Autograd's threads have the trainer's autocast, which would round factors and refuse their QR.
+        with torch.cuda.stream(self._stream), torch.autocast("cuda", enabled=False):
             task = make_task()
             try:
                 while True:
@@ -35,7 +41,7 @@ class StreamLane(Lane):
 
     def mark(self) -> Mark:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def seconds(self, begin: Mark, end: Mark) -> float:

@@ -6,6 +6,7 @@ import atexit
 import queue
 import secrets
 import threading
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -136,6 +137,7 @@ class ThreadLane(Lane):
             # Later buckets would wait for collectives that this rank will no longer issue.
             self._broken = error
             self._drop(running)
+            _forget_frames(error)
             shown = error if isinstance(error, Exception) else RuntimeError(repr(error))
             running.future.set_exception(shown)  # type: ignore[arg-type]
 
@@ -165,6 +167,14 @@ class ThreadLane(Lane):
         for running in self._running:
             if id(running) == key:
                 running.ready, running.error = True, error
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Drop the variables of the frames that an error keeps, the engine among them: a state that is given up
+    after an error must end its lane as any other."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 _OPEN: weakref.WeakSet[ThreadLane] = weakref.WeakSet()
