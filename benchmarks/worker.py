@@ -6,6 +6,7 @@ Started by ``benchmarks.step_time`` under torchrun, inside an emulated network.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -121,12 +122,20 @@ def measure(job: Job) -> list[dict[str, Any]]:
             else:
                 entrant.close()
                 del entrant
-                gc.collect()
+                _give_back()
         if dist.get_rank() == 0:
             print(f"round {turn + 1} of {job.rounds}", flush=True)
     for entrant in alive.values():
         entrant.close()
     return blocks
+
+
+def _give_back() -> None:
+    """What the last entrant had goes back to the system, where the C library would keep it in pieces: the
+    next one may need it all."""
+    gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def _anyone_late(deadline: float) -> bool:
