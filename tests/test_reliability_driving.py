@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from edgc_ddp import EDGCState, edgc_hook
 from edgc_ddp.controllers import FixedRank, Scheduled
+from edgc_ddp.lane import ThreadLane
 
 Pools = Callable[[int], Ranks]
 Drive = Callable[[DistributedDataParallel, int, int], None]
@@ -445,6 +446,42 @@ def dropped(rank: int, world: int) -> None:
         del ddp
         gc.collect()
         assert lanes() <= before
+
+
+def goes_on_after_a_broken_backward(rank: int, world: int) -> None:
+    """An iteration begins behind what a backward that raised has left under way, on a slow rank too."""
+    state = EDGCState(Scheduled({2: 2, 6: 0, 9: 3}))
+    ddp = wrap(mlp(), state, SMALL_BUCKETS_MB)
+    plainly(ddp, rank, 5)
+    lane = state.engine._lane
+    assert isinstance(lane, ThreadLane)
+    wake_after = lane._wake_after
+
+    def late(running: Any) -> None:
+        time.sleep(0.02 * rank)
+        wake_after(running)
+
+    lane._wake_after = late  # type: ignore[method-assign]
+    for _ in range(2):
+        # The first layer's gradient comes last: other buckets are under way by then.
+        handle = next(iter(ddp.parameters())).register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss_of(ddp, 0, rank).backward()
+        handle.remove()
+        ddp = wrap(ddp.module, state, SMALL_BUCKETS_MB)
+        underway = list(lane._submitted)
+        assert underway
+        loss_of(ddp, 1, rank).backward()
+        assert all(future.done() for future in underway)
+        plainly(ddp, rank, 3)
+    mine = torch.cat([p.grad.flatten() for p in ddp.parameters() if p.grad is not None])
+    everyone = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(everyone, mine)
+    assert all(torch.equal(mine, other) for other in everyone)
+
+
+def test_a_backward_that_raised_on_all_ranks(ranks: Pools) -> None:
+    ranks(2)(goes_on_after_a_broken_backward)
 
 
 def fails_once(rank: int) -> None:

@@ -103,7 +103,9 @@ class Engine:
         first, last = bucket.index() == 0, bucket.is_last()
         view = Bucket(buffer, self.registry.slots(bucket.parameters(), buffer.is_sparse))
         if first:
-            # Between iterations the lane is idle.
+            # DDP has waited for the last iteration's buckets, unless its backward raised. Behind those of
+            # such a one ranks would begin at different times, and count what is owed differently.
+            lane.drain()
             self._resting = self.may_rest
         if self._resting:
             return self._average_plainly(buffer, lane, last)

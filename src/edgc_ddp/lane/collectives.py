@@ -147,5 +147,8 @@ class Lane:
         """Run the task behind all earlier ones; the future carries its result or its error."""
         raise AssertionError("a lane is a ThreadLane or a StreamLane")
 
+    def drain(self) -> None:
+        """Wait for what was submitted before, which is nothing unless a backward was broken off."""
+
     def close(self) -> None:
         """Give back what the lane holds. Idempotent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import queue
 import secrets
 import threading
@@ -67,6 +68,8 @@ class ThreadLane(Lane):
         ]
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._running: deque[_Running] = deque()
+        self._submitted: deque[TensorFuture] = deque()
+        """By the trainer's thread, since it last drained."""
         self._broken: BaseException | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="edgc-lane", daemon=True)
@@ -79,7 +82,14 @@ class ThreadLane(Lane):
         # `then` turns a Python exception into an error that DDP's C++ side can rethrow with its text.
         outcome: TensorFuture = running.future.then(lambda future: future.wait())
         self._events.put(lambda: self._running.append(running))
+        self._submitted.append(running.future)
         return outcome
+
+    def drain(self) -> None:
+        while self._submitted:
+            # Its error was the trainer's to hear of, where it waited.
+            with contextlib.suppress(Exception):
+                self._submitted.popleft().wait()
 
     def close(self) -> None:
         if not self._closed:
