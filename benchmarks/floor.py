@@ -14,6 +14,7 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -97,10 +98,9 @@ def _in_turns(
     # The first pass makes residuals and settles caches.
     for turn in range(1 + repeats):
         for gradients, seconds in zip(cases, taken, strict=True):
-            began = time.perf_counter()
-            run_alone(gradients.tasks(lane))
+            took = _seconds(partial(run_alone, gradients.tasks(lane)))
             if turn:
-                seconds.append(time.perf_counter() - began)
+                seconds.append(took)
     slots = cases[0].memory.slots.values()
     sides = [(s.spec.rows, s.spec.cols, s.rank) for s in slots if s.spec is not None]
     least = floor_seconds(sides, rates)
