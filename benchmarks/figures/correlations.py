@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.figures.drawing import canvas, markdown, write_csv
-from benchmarks.figures.gradients import Run, series
+from benchmarks.figures.gradients import Run, noise_like, series
 
 TITLE = "Figure 3: correlation of gradient matrices"
 CAPTION = "Gradient matrix correlation of GPT2"
@@ -88,8 +88,7 @@ def make(folder: Path) -> list[str]:
     alike = cosines(snapshots)
     later = {step: snapshots[step] for step in alike}
     first = next(iter(later.values()))
-    generator = torch.Generator().manual_seed(0)
-    noise = {name: torch.randn(grad.shape, generator=generator) for name, grad in first.items()}
+    noise = noise_like(first)
     looked: dict[Any, dict[str, Tensor]] = {**later, "noise": noise}
     sides = {
         step: {name: (spread(grad_MN), spread(grad_MN.t())) for name, grad_MN in gradients.items()}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.figures.drawing import canvas, markdown, write_csv
-from benchmarks.figures.gradients import Run, series
+from benchmarks.figures.gradients import Run, noise_like, series
 from edgc_ddp.maths.entropy import gaussian, histogram
 
 TITLE = "Figure 2: distribution of the gradient's entries by layer"
@@ -76,8 +76,7 @@ def density(grad_MN: Tensor) -> tuple[Tensor, Tensor]:
 def make(folder: Path) -> list[str]:
     snapshots = series(Run())["snapshots"]
     first = next(iter(snapshots.values()))
-    generator = torch.Generator().manual_seed(0)
-    noise = {name: torch.randn(grad.shape, generator=generator) for name, grad in first.items()}
+    noise = noise_like(first)
     shapes = {
         step: {name: shape_of(grad_MN) for name, grad_MN in gradients.items()}
         for step, gradients in {**snapshots, "noise": noise}.items()

@@ -118,3 +118,9 @@ def mean_entropy(kept: dict[str, Any], beta: float) -> Tensor:
     weights = torch.tensor([float(snapshot[name].numel()) for name in kept["names"]])
     rows: Tensor = kept["entropy"][str(beta)] @ (weights / weights.sum())
     return rows
+
+
+def noise_like(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Independent normal entries in the same shapes, the same each time: what the figures hold against."""
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(grad.shape, generator=generator) for name, grad in gradients.items()}
