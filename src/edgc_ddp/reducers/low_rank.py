@@ -52,10 +52,13 @@ class _Group:
     p_BRM: Tensor
     q_BRN: Tensor
 
+    def __post_init__(self) -> None:
+        parts = zip(self.items, self.p_BRM, self.q_BRN, strict=True)
+        self._members = [(item, item.slot.as_matrix(item.flat), p, q) for item, p, q in parts]
+
     def __iter__(self) -> Iterator[tuple[Item, Tensor, Tensor, Tensor]]:
         """Item, its A (M x N), its p (R x M), its q (R x N)."""
-        for item, p_RM, q_RN in zip(self.items, self.p_BRM, self.q_BRN, strict=True):
-            yield item, item.slot.as_matrix(item.flat), p_RM, q_RN
+        return iter(self._members)
 
 
 def reduce_low_rank(
@@ -113,9 +116,8 @@ def reduce_low_rank(
             _observe(observer, group, used_B, lane.world_size)
         for item, a_MN, p_RM, q_RN in group:
             if settings.error_feedback:
-                # A is not needed any more: its memory will take the average.
-                a_MN.addmm_(p_RM.t(), q_RN, alpha=-lane.world_size)
-                keep_residual(memory.ensure_residual(item.slot, item.flat.device), item.flat, kept)
+                residual = memory.ensure_residual(item.slot, item.flat.device)
+                _keep_left(residual, item, a_MN, p_RM, q_RN, lane.world_size, kept)
 
     yield handle
     second.finish()
@@ -127,7 +129,7 @@ def reduce_low_rank(
             for item, seen_RN in zip(group.items, seen_BRN, strict=True):
                 observer.averaged_factor(item.slot.index, seen_RN.t())
         for (item, a_MN, p_RM, q_RN), useful_R1 in zip(group, useful_BR1, strict=True):
-            torch.mm(p_RM.t(), q_RN, out=a_MN)
+            _rebuild(a_MN, p_RM, q_RN)
             item.slot.basis_NR = _next_basis(item.slot.basis_NR, q_RN, useful_R1)
     for item, place in zip(dense, dense_parts, strict=True):
         item.flat.copy_(place)
@@ -181,6 +183,35 @@ def _start_bases(group: _Group) -> None:
 def _product(left: Tensor, right: Tensor, scale: float, out: Tensor) -> None:
     """``out = scale * left @ right`` in one pass."""
     torch.addmm(out, left, right, beta=0, alpha=scale, out=out)
+
+
+def _keep_left(
+    residual: Tensor,
+    item: Item,
+    a_MN: Tensor,
+    p_RM: Tensor,
+    q_RN: Tensor,
+    world_size: int,
+    kept: Tensor,
+) -> None:
+    """What the factors leave of A becomes the residual. A's memory is free for the average then."""
+    if residual.device.type == "cpu" and residual.dtype == a_MN.dtype:
+        # Written where it stays: one pass over memory less.
+        if kept:
+            left_MN = item.slot.as_matrix(residual)
+            torch.addmm(a_MN, p_RM.t(), q_RN, alpha=-world_size, out=left_MN)
+        return
+    a_MN.addmm_(p_RM.t(), q_RN, alpha=-world_size)
+    keep_residual(residual, item.flat, kept)
+
+
+def _rebuild(a_MN: Tensor, p_RM: Tensor, q_RN: Tensor) -> None:
+    """A's memory takes the average."""
+    if a_MN.device.type == "cpu":
+        # With few columns, adding to zeros is up to a quarter faster there than writing anew.
+        a_MN.zero_().addmm_(p_RM.t(), q_RN)
+    else:
+        torch.mm(p_RM.t(), q_RN, out=a_MN)
 
 
 def _observe(observer: Observer, group: _Group, used_B: Tensor, world_size: int) -> None:
