@@ -15,7 +15,7 @@ import torch
 from ranks import Ranks
 from scenes import Given, averages, draw, wrap
 
-from edgc_ddp import EDGCState, edgc_hook
+from edgc_ddp import EDGCState, agreement, edgc_hook
 from edgc_ddp.checkpoint import merge
 from edgc_ddp.controllers import Dense, EntropyController, FixedRank, Scheduled
 
@@ -50,6 +50,34 @@ def test_ranks_with_other_options_are_told(ranks: Pools, options: list[dict[str,
         assert "the same options on all ranks" in message
 
 
+def unlike_arithmetic(rank: int, world: int, threads: bool) -> str:
+    before = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        if threads:
+            torch.set_num_threads(1 + rank)
+        elif rank == 1:
+            # As another library would: the last bit of some results.
+            exactly = agreement.orthonormalise
+            patch.setattr(agreement, "orthonormalise", lambda p_MR: exactly(p_MR) * (1 + 2**-23))
+        ddp = wrap(Given(SHAPES), EDGCState(controller=FixedRank(4)))
+        try:
+            with pytest.raises(RuntimeError) as caught:
+                averages(ddp, draw(SHAPES, seed=0))
+        finally:
+            torch.set_num_threads(before)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("threads", [True, False], ids=["threads", "results"])
+def test_ranks_that_would_drift_apart_are_told(ranks: Pools, threads: bool) -> None:
+    """Plain DDP gives every rank the same average whatever it runs on; here each forms it for itself."""
+    for message in ranks(2)(unlike_arithmetic, threads):
+        assert "weights drift apart" in message and "torch.set_num_threads" in message
+        assert (
+            "rank 0 has <1 threads" in message and "rank 1 has <2 threads" in message
+        ) == threads
+
+
 def some_state(rank: int, world: int) -> dict[str, Any]:
     state = EDGCState(controller=FixedRank(3))
     ddp = wrap(Given(SHAPES), state)
@@ -82,7 +110,7 @@ def test_one_ranks_state_on_all_is_refused(ranks: Pools) -> None:
         lane = SimpleNamespace(world_size=2, rank=0, device=torch.device("cpu"))
         with pytest.raises(ValueError, match="rank 0 was given the state of rank 1"):
             engine._check_loaded(lane)
-    with pytest.raises(ValueError, match="its rank is 'first'"):
+    with pytest.raises(ValueError, match="rank 'first' of 2"):
         state.load_state_dict({**states[1], "rank": "first"})
 
 

@@ -82,6 +82,27 @@ def whole_controller(rank: int, world: int, port: int) -> None:
     dist.destroy_process_group()
 
 
+def moves_to_the_gpu(rank: int, world: int, port: int) -> None:
+    """The same parameters, wrapped anew on the device, with the state of the CPU's iterations."""
+    device = start(rank, world, port)
+    group = dist.new_group(backend="gloo")
+    model = Given(SHAPES)
+    state = EDGCState(controller=FixedRank(4), model=model, process_group=None)
+    state.engine.process_group = group
+    ddp = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+    ddp.register_comm_hook(state, edgc_hook)
+    for step in range(4):
+        averages(ddp, draw(SHAPES, seed=10 * step + rank))
+    owed = sum(t.norm().item() for t in state.engine.memory.tensors())
+    state.engine.process_group = None
+    ddp = wrap(model.to(device), None)
+    ddp.register_comm_hook(state, strict_hook)
+    averages(ddp, [g.to(device) for g in draw(SHAPES, seed=rank)])
+    kept = state.engine.memory.tensors()
+    assert owed and {tensor.device for tensor in kept} == {device}
+    dist.destroy_process_group()
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -96,6 +117,10 @@ def worlds() -> list[int]:
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
 def test_the_side_stream_gives_the_averages_of_the_cpu(world: int, wire: str) -> None:
     mp.spawn(against_the_cpu, args=(world, free_port(), wire), nprocs=world)
+
+
+def test_a_state_moves_with_its_model() -> None:
+    mp.spawn(moves_to_the_gpu, args=(1, free_port()), nprocs=1)
 
 
 @pytest.mark.parametrize("world", worlds())

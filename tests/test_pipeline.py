@@ -31,6 +31,7 @@ from edgc_ddp.train.model import build, shapes
 from edgc_ddp.train.pipeline import Pipeline
 from edgc_ddp.train.record import headline
 from edgc_ddp.train.schema import Config, ModelConfig, ParallelConfig, TrainConfig
+from edgc_ddp.train.stage_clock import StageClock
 from edgc_ddp.train.stage_model import Stage
 from edgc_ddp.train.validate import identity
 
@@ -506,3 +507,12 @@ def test_no_stage_waits_for_the_averaging_of_the_one_behind_it(
 ) -> None:
     seconds = ranks(4)(_slow_last_stage)
     assert max(seconds[:2]) < DELAY < min(seconds[2:])
+
+
+def test_a_clock_that_nobody_reads_keeps_the_latest_times() -> None:
+    clock = StageClock(torch.device("cpu"))
+    for _ in range(3000):
+        clock.begin_step()
+        clock.note("ended")
+    assert len(clock._spans["ended"]) == 1000
+    assert clock.read()["ended"] < 1 and clock.read() == {}

@@ -12,10 +12,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Ranks
 from scenes import SMALL_BUCKETS_MB, Mlp, fingerprint, seeded, train_step, wrap
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from edgc_ddp import EDGCState
-from edgc_ddp.controllers import EntropyController
+from edgc_ddp.controllers import Accordion, AdaptiveController, EntropyController, LGreco
 from edgc_ddp.memory import ParameterMemory, Slot
 
 Pools = Callable[[int], Ranks]
@@ -77,6 +78,38 @@ def test_a_distributed_checkpoint_is_read_without_a_process_group(
     owing = any(entry["residual"] is not None for entry in plain["slots"].values())
     assert owing == (saved == 25)
     assert ranks(2)(going_on, str(file), saved) == ends
+
+
+CONTROLLERS = {
+    "edgc": EntropyController(window=10),
+    "edgc_code": EntropyController(policy="edgc_code", window=4, warmup=4, warmup_limit=4),
+    "adaptive": AdaptiveController(window=4, warmup=10),
+    "accordion": Accordion(8, 2, window=4),
+    "lgreco": LGreco(4, window=4),
+}
+
+
+def passing_through(rank: int, world: int, name: str) -> None:
+    """From any step: what a distributed checkpoint makes of the state trains as the state does."""
+    ends: set[bytes] = set()
+    for saved in (None, 3, 7, 13):
+        torch.manual_seed(3)
+        model = Mlp(width=32, depth=2)
+        state = EDGCState(controller=CONTROLLERS[name], model=model)
+        trained(model, state, rank, 0, saved or 0)
+        if saved is not None:
+            flat, mappings = flatten_state_dict({"hook": state.state_dict()})
+            again = unflatten_state_dict(flat, mappings)["hook"]
+            state = EDGCState(controller=CONTROLLERS[name], model=model)
+            state.load_state_dict(again)
+        ends.add(fingerprint(trained(model, state, rank, saved or 0, 24)))
+    assert len(ends) == 1
+
+
+@pytest.mark.parametrize("name", CONTROLLERS)
+def test_every_controllers_memory_passes_through(ranks: Pools, name: str) -> None:
+    """Distributed checkpoints keep no empty dictionary, and a young memory is made of such."""
+    ranks(2)(passing_through, name)
 
 
 def same(got: Any, want: Any) -> None:

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from edgc_ddp import EDGCState, edgc_hook
 from edgc_ddp.controllers import FixedRank, Scheduled
-from edgc_ddp.lane import ThreadLane
+from edgc_ddp.lane import ThreadLane, open_lane
 
 Pools = Callable[[int], Ranks]
 Drive = Callable[[DistributedDataParallel, int, int], None]
@@ -327,13 +327,19 @@ def test_the_python_reducer_form_is_a_clear_error() -> None:
 
 
 class BucketOn:
-    """As much of DDP's bucket as is read before the device is looked at."""
+    """As much of DDP's second bucket as is read before the device is looked at."""
 
     def __init__(self, device: str) -> None:
         self._buffer = torch.empty(3, device=device)
 
     def buffer(self) -> Tensor:
         return self._buffer
+
+    def index(self) -> int:
+        return 1
+
+    def is_last(self) -> bool:
+        return True
 
 
 def two_devices(rank: int, world: int) -> None:
@@ -482,6 +488,43 @@ def goes_on_after_a_broken_backward(rank: int, world: int) -> None:
 
 def test_a_backward_that_raised_on_all_ranks(ranks: Pools) -> None:
     ranks(2)(goes_on_after_a_broken_backward)
+
+
+def broken_at_the_very_start(rank: int, world: int) -> None:
+    """Without names, parameters are known by the buckets of the first iteration: of the whole one."""
+    model = mlp()
+    state = EDGCState(FixedRank(2))
+    ddp = wrap(model, state, SMALL_BUCKETS_MB)
+    handle = next(iter(ddp.parameters())).register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(ddp, 0, rank).backward()
+    handle.remove()
+    ddp = wrap(model, state, SMALL_BUCKETS_MB)
+    plainly(ddp, rank, 4)
+    saved, weights = state.state_dict(), copy.deepcopy(model.state_dict())
+    plainly(ddp, rank, 3)
+    went_on = fingerprint(model)
+    model = mlp()
+    model.load_state_dict(weights)
+    state = EDGCState(FixedRank(2))
+    state.load_state_dict(saved)
+    plainly(wrap(model, state, SMALL_BUCKETS_MB), rank, 3)
+    assert fingerprint(model) == went_on
+
+
+def test_a_very_first_backward_that_raised(ranks: Pools) -> None:
+    ranks(2)(broken_at_the_very_start)
+
+
+def without_a_lane(rank: int, world: int) -> None:
+    with pytest.raises(
+        RuntimeError, match="gradients on meta: it serves those on CPUs and on CUDA"
+    ):
+        open_lane(None, torch.device("meta"))
+
+
+def test_a_device_without_a_lane_is_refused(ranks: Pools) -> None:
+    ranks(1)(without_a_lane)
 
 
 def fails_once(rank: int) -> None:

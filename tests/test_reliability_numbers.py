@@ -218,6 +218,47 @@ def test_the_residual_follows_the_loss_scale(ranks: Pools) -> None:
         assert error > 1
 
 
+def scale_after_a_load(rank: int, world: int, collapsed: bool) -> float:
+    """The scale doubled just before the checkpoint; it is loaded into a new state, or into this one after
+    the scale fell to 1 and with it the run went astray. ``loss_scale`` is set after each update only."""
+    shape, scale = (24, 40), 2.0**10
+    received, given = torch.zeros(shape), torch.zeros(shape)
+
+    def one(step: int) -> None:
+        nonlocal received, given
+        gradients = draw([shape], seed=10 * step + rank)
+        given += plain_mean(gradients)[0]
+        received += averages(ddp, [scale * gradients[0]])[0] / scale
+
+    state = EDGCState(controller=FixedRank(2))
+    ddp = wrap(Given([shape]), state)
+    for step in range(6):
+        one(step)
+        scale = 2.0**11 if step == 5 else 2.0**10
+        state.loss_scale = scale
+    saved = state.state_dict()
+    if collapsed:
+        before = (received.clone(), given.clone(), scale)
+        scale = state.loss_scale = 1.0
+        one(6)
+        received, given, scale = before
+    else:
+        state = EDGCState(controller=FixedRank(2))
+        ddp = wrap(Given([shape]), state)
+    state.load_state_dict(saved)
+    for step in range(7, 11):
+        one(step)
+        state.loss_scale = scale
+    left = plain_mean(residuals(state))[0].view(shape) / scale
+    return float((received + left - given).norm() / given.norm())
+
+
+@pytest.mark.parametrize("collapsed", [False, True], ids=["into a new state", "rolled back"])
+def test_a_checkpoint_knows_the_scale_of_the_coming_backward(ranks: Pools, collapsed: bool) -> None:
+    for error in ranks(2)(scale_after_a_load, collapsed):
+        assert error < 1e-5
+
+
 def with_scaler(rank: int, world: int) -> tuple[int, float, bytes]:
     """GradScaler from far too high a scale: it must come down, and the model train."""
     torch.manual_seed(3)

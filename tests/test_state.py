@@ -206,6 +206,14 @@ def first(saved: dict[str, Any]) -> dict[str, Any]:
     return entry
 
 
+NOWHERE = {"alpha": math.nan, "beta": 0.25, "estimator": "gaussian"}
+
+
+def integers(saved: dict[str, Any]) -> torch.Tensor:
+    residual: torch.Tensor = first(saved)["residual"]
+    return torch.zeros(residual.shape, dtype=torch.int32)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -218,20 +226,37 @@ def first(saved: dict[str, Any]) -> dict[str, Any]:
         (lambda saved: first(saved).update(rank=0), "at rank 0 the basis of .* is there"),
         (lambda saved: first(saved).update(rank=3.0), "rank of .* is 3.0"),
         (lambda saved: first(saved).pop("rank"), "in its slots: KeyError, 'rank'"),
-        (lambda saved: first(saved)["residual"].fill_(math.inf), "residual of .* is not finite"),
-        (lambda saved: first(saved)["basis"][0].fill_(math.nan), "basis of .* is not finite"),
+        (
+            lambda saved: first(saved)["residual"].fill_(math.inf),
+            "residual of .* is not made of finite",
+        ),
+        (
+            lambda saved: first(saved)["basis"][0].fill_(math.nan),
+            "basis of .* is not made of finite",
+        ),
         (lambda saved: first(saved).update(residual=torch.zeros(3)), "residual of .* another size"),
         (lambda saved: saved.update(layout=[]), "in its layout"),
         (lambda saved: saved.update(layout=saved["layout"][:1]), "in its layout"),
         (lambda saved: saved["progress"]["plan"]["ranks"].popitem(), "plan has other ranks"),
         (lambda saved: saved["progress"].pop("plan"), "in its progress: KeyError, 'plan'"),
         (lambda saved: saved["progress"].update(new=1), "in its progress: TypeError"),
-        (lambda saved: saved["progress"].update(step=None), "step None"),
+        (lambda saved: saved["progress"].update(step=None), r"counts .* are \(None"),
         (lambda saved: saved["window"].pop("factors"), "in its window: KeyError, 'factors'"),
         (lambda saved: saved["window"].update(sums=saved["window"]["sums"][:0]), "sums are not"),
         (lambda saved: saved["window"]["factors"].update(captured=torch.zeros(1)), "in its window"),
         (lambda saved: saved.update(buckets=[1.5]), "buckets are"),
+        (lambda saved: saved.update(buckets=None), "buckets are None"),
         (lambda saved: saved.update(options={"rank": "4"}), "rank=4, this run has rank=3: set"),
+        (lambda saved: saved.update(options=[1]), r"options are \[1\]"),
+        (lambda saved: saved.update(rank=-1), "rank -1 of 1"),
+        (lambda saved: saved.update(loss_scale=0.0), r"loss scales are \(None, 0.0\)"),
+        (lambda saved: saved["progress"].update(loss_scale="1"), "loss scales are"),
+        (lambda saved: saved["progress"].update(sent_bytes=math.nan), "bytes and sums are"),
+        (lambda saved: saved["progress"].update(controller_state={}), "in its progress"),
+        (lambda saved: saved["progress"]["plan"].update(probe_rank=-1), "counts .* -1"),
+        (lambda saved: saved["progress"]["plan"].update(sampling=NOWHERE), "sampled are nan"),
+        (lambda saved: saved["window"].update(spans=["1"]), "times are"),
+        (lambda saved: first(saved).update(residual=integers(saved)), "residual .* finite numbers"),
     ],
 )
 def test_damaged_states_are_refused_and_change_nothing(
@@ -247,6 +272,59 @@ def test_damaged_states_are_refused_and_change_nothing(
     assert repr(state.state_dict()) == before
     with pytest.raises(ValueError, match=message):
         EDGCState(controller=FixedRank(3)).load_state_dict(bad)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [{"layout": [5]}, {"layout": [["w", 4, 8]]}, {"window": {}}],
+    ids=["no matrix", "decided, but no window", "an empty window"],
+)
+def test_a_damaged_state_from_before_any_decision(spoil: dict[str, Any]) -> None:
+    state = EDGCState(controller=FixedRank(3))
+    before = repr(state.state_dict())
+    with pytest.raises(ValueError, match="the state is damaged, in its (layout|window)"):
+        state.load_state_dict({**state.state_dict(), **spoil})
+    assert repr(state.state_dict()) == before
+
+
+def test_what_is_owed_is_not_kept_where_nobody_would_send_it(saved: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="still to be sent of .*: set error_feedback=True"):
+        EDGCState(controller=FixedRank(3), error_feedback=False).load_state_dict(saved)
+
+
+def test_a_residual_is_kept_in_this_runs_type(saved: dict[str, Any]) -> None:
+    state = EDGCState(controller=FixedRank(3), residual_dtype="bf16")
+    state.load_state_dict(saved)
+    owed = first(saved)["residual"]
+    assert owed.dtype == torch.float32
+    assert torch.equal(first(state.state_dict())["residual"], owed.to(torch.bfloat16))
+
+
+def frozen_later(rank: int, world: int) -> None:
+    """DDP keeps what was frozen after it was wrapped in its buckets, with zeros."""
+    model = Given(SHAPES)
+    state = EDGCState(controller=FixedRank(3), model=model)
+    ddp = wrap(model, state, find_unused_parameters=True)
+    for step in range(4):
+        averages(ddp, draw(SHAPES, seed=10 * step + rank))
+    model.weights[0].requires_grad_(False)
+    saved = state.state_dict()
+    ends = []
+    for _ in range(2):
+        state.load_state_dict(saved)
+        for step in range(3):
+            ddp.zero_grad()
+            ddp(draw(SHAPES, seed=10 * step + rank)).backward()
+        assert model.weights[1].grad is not None
+        ends.append(model.weights[1].grad.clone())
+    assert torch.equal(*ends)
+    # Frozen before it is wrapped, DDP leaves it out.
+    with pytest.raises(ValueError, match="'weights.0' that is frozen in this model"):
+        EDGCState(controller=FixedRank(3), model=model).load_state_dict(saved)
+
+
+def test_a_layer_frozen_after_wrapping_does_not_stop_a_rollback(ranks: Pools) -> None:
+    ranks(2)(frozen_later)
 
 
 def test_a_state_of_another_model_is_refused(saved: dict[str, Any]) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 
 import hydra
 import pytest
 import torch.distributed as dist
 from omegaconf import OmegaConf
+from ranks import Ranks
 from torch.nn.parallel import DistributedDataParallel
 
 from edgc_ddp.train import app, worker
 
+Pools = Callable[[int], Ranks]
 SHORT = [
     *["data=stdlib", "model=tiny", "model.width=32", "model.context=32", "train.batch_size=2"],
     *["train.steps=2", "train.eval_every=2", "train.eval_windows=2", "nproc=1"],
@@ -54,3 +57,14 @@ def test_ddp_is_gone_before_its_group_is(
         assert summary is not None and summary["steps"] == 2
     assert not dist.is_initialized()
     assert alive == []
+
+
+def threads_on_unlike_machines(rank: int, world: int) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker.os, "cpu_count", lambda: 8)
+        # Two ranks on one machine, the third has the next for itself.
+        return worker._common_threads(local_size=2 if rank < 2 else 1)
+
+
+def test_all_ranks_take_as_many_threads(ranks: Pools) -> None:
+    assert ranks(3)(threads_on_unlike_machines) == [4, 4, 4]

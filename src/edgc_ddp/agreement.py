@@ -5,11 +5,17 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
+import torch
+
 from edgc_ddp.decisions import Controller, Layout, Plan
 from edgc_ddp.lane import Lane
+from edgc_ddp.maths.orthogonal import orthonormalise
 from edgc_ddp.memory import ParameterMemory
 from edgc_ddp.progress import Progress
 from edgc_ddp.reducers.bucket import Settings
+
+_ROWS, _RANK = 768, 32
+"""Of the matrix that shows how a rank computes: large enough to be cut among threads."""
 
 
 def require_equal_starts(
@@ -32,6 +38,42 @@ def require_equal_starts(
         "the ranks start from different states",
         "Give EDGCState the same options on all ranks, and load a state on all or on none.",
     )
+
+
+def require_equal_arithmetic(lane: Lane) -> None:
+    """Raise RuntimeError on all ranks unless equal numbers give them equal results to the last bit.
+
+    Each rank orthogonalises P and forms P Q^T for itself. Where these differ, so do the averages, and the
+    ranks' weights drift apart, a little in each step, and nothing brings them together again.
+    """
+    # How a product is cut among threads shows in its last bits for some shapes only.
+    threads = torch.get_num_threads() if lane.device.type == "cpu" else 0
+    text = f"<{threads} threads, results {arithmetic_digest(lane.device)}>"
+    lane.require_equal(
+        hashlib.sha256(text.encode()).hexdigest(),
+        lambda: text,
+        "the ranks compute differently, which would make their weights drift apart",
+        "Give torch.set_num_threads the same number on all ranks (OMP_NUM_THREADS, which torchrun sets, "
+        "does it too), and use one kind of processor and one PyTorch. 0 threads stand for a GPU.",
+    )
+
+
+def arithmetic_digest(device: torch.device) -> str:
+    """Sixteen hex digits of what this device makes of fixed numbers. Waits for it.
+
+    >>> arithmetic_digest(torch.device("cpu")) == arithmetic_digest(torch.device("cpu"))
+    True
+    """
+    generator = torch.Generator().manual_seed(0)
+    drawn_MR = torch.randn(_ROWS, _RANK, generator=generator, device="cpu", dtype=torch.float32)
+    # With a column that depends on another, rounding alone decides where the last direction points.
+    drawn_MR[:, -1] = drawn_MR[:, 0]
+    # The trainer's autocast does not reach the lane.
+    with torch.autocast(device.type, enabled=False):
+        p_MR = orthonormalise(drawn_MR.to(device))
+        average_MM = torch.mm(p_MR, p_MR.t())
+    results = torch.cat([p_MR.flatten(), average_MM.flatten()]).cpu()
+    return hashlib.sha256(results.numpy().tobytes()).hexdigest()[:16]
 
 
 def require_equal_plans(lane: Lane, plan: Plan) -> None:

@@ -21,6 +21,7 @@ from edgc_ddp.agreement import (
     check_origin,
     check_world_size,
     checked_plan,
+    require_equal_arithmetic,
     require_equal_plans,
     require_equal_starts,
 )
@@ -87,26 +88,19 @@ class Engine:
         if buffer.is_complex():
             # Only the zeros that stand for a rank which has joined come so.
             buffer = torch.view_as_real(buffer).flatten()
-        group = group_in_force(self.process_group)
-        if self._lane is not None and self._lane.group is not group:
-            # The default group was ended and made anew, maybe with other ranks.
-            self.close()
-        if self._lane is None:
-            self._lane = open_lane(group, buffer.device, self.settings.channels, self._meet)
-            self._finalizer = weakref.finalize(self, self._lane.close)
-        lane = self._lane
-        if buffer.device != lane.device:
-            raise RuntimeError(
-                f"edgc_hook met gradients on {buffer.device} after gradients on {lane.device}: a model "
-                "on several devices is not supported. Wrap one device's part in DDP at a time."
-            )
         first, last = bucket.index() == 0, bucket.is_last()
-        view = Bucket(buffer, self.registry.slots(bucket.parameters(), buffer.is_sparse))
+        lane = self._lane_for(buffer.device, first)
         if first:
             # DDP has waited for the last iteration's buckets, unless its backward raised. Behind those of
             # such a one ranks would begin at different times, and count what is owed differently.
             lane.drain()
+            self.registry.begin_iteration()
             self._resting = self.may_rest
+        # Slots that a checkpoint brought are met with in the first iteration.
+        met, closed = bucket.parameters(), self.registry.closed
+        view = Bucket(buffer, self.registry.slots(met, buffer.is_sparse))
+        if not closed:
+            lane.adopt(tensor for slot in view.slots for tensor in slot.tensors())
         if self._resting:
             return self._average_plainly(buffer, lane, last)
         began = lane.mark() if first else None
@@ -115,6 +109,25 @@ class Engine:
             scale = self.loss_scale
             return lane.submit(lambda: self._average(view, lane, began, last, scale))
         return lane.submit(lambda: self._average(view, lane, began, last))
+
+    def _lane_for(self, device: torch.device, first: bool) -> Lane:
+        """The lane that is open, or a new one: collective, as ranks come to it at the same bucket."""
+        group = group_in_force(self.process_group)
+        lane = self._lane
+        # The default group may have been ended and made anew, with other ranks; the model may have moved.
+        if lane is not None and (lane.group is not group or (first and lane.device != device)):
+            self.close()
+        if self._lane is None:
+            self.registry.settle()
+            self._lane = open_lane(group, device, self.settings.channels, self._meet)
+            self._lane.adopt(self.memory.tensors())
+            self._finalizer = weakref.finalize(self, self._lane.close)
+        if device != self._lane.device:
+            raise RuntimeError(
+                f"edgc_hook met gradients on {device} after gradients on {self._lane.device}: a model "
+                "on several devices is not supported. Wrap one device's part in DDP at a time."
+            )
+        return self._lane
 
     def _rests(self) -> bool:
         """Whether nothing is left to decide, to measure or to compress, ever.
@@ -181,6 +194,7 @@ class Engine:
     def _meet(self, lane: Lane) -> None:
         self._check_loaded(lane)
         require_equal_starts(lane, self.progress, self.settings, self.memory, self.controller)
+        require_equal_arithmetic(lane)
 
     def _check_loaded(self, lane: Lane) -> None:
         """A state may be loaded before the process group exists; its size and ranks are known only now."""

@@ -81,6 +81,10 @@ class Slot:
         if self.basis_NR is not None:
             self.basis_NR = self.basis_NR.to(device)
 
+    def tensors(self) -> list[Tensor]:
+        """What is kept now."""
+        return [kept for kept in (self.residual, self.basis_NR) if kept is not None]
+
     def as_matrix(self, flat: Tensor) -> Tensor:
         """View ``numel`` contiguous entries as the matrix, its shorter side first."""
         assert self.sides is not None
@@ -129,6 +133,10 @@ class ParameterMemory:
         for slot in self.slots.values():
             if slot.residual is not None:
                 slot.residual.mul_(factor)
+
+    def tensors(self) -> list[Tensor]:
+        """What all slots keep now."""
+        return [tensor for slot in self.slots.values() for tensor in slot.tensors()]
 
     def is_idle(self) -> bool:
         """Whether nothing is compressed and nothing waits to be sent."""

@@ -61,6 +61,11 @@ class Registry:
             slot.move_to(parameter.device)
         return next((parameter.device for parameter, _ in self._by_id.values()), None)
 
+    def begin_iteration(self) -> None:
+        """A backward begins. One before it that was broken off in the first iteration does not count."""
+        if not self.closed:
+            self.first_buckets.clear()
+
     def buckets(self) -> list[int]:
         """How many parameters each bucket of the first iteration had, in this run or the one loaded."""
         return list(self.first_buckets if self.closed else self._expected_buckets)
@@ -124,15 +129,21 @@ class Registry:
 
     def expected(self) -> dict[str, tuple[int, tuple[int, int] | None]] | None:
         """Entries and matrix sides of every parameter by name; None while they are not known."""
+        if self.closed:
+            # What was frozen since then is in DDP's buckets still.
+            return {slot.name: (slot.numel, slot.sides) for _, slot in self._by_id.values()}
         if self._names is not None:
             return {
                 name: (_entries(parameter), None if name in self._sparse else _sides(parameter))
                 for parameter, name in self._names.values()
                 if parameter.requires_grad
             }
-        if self.closed:
-            return {slot.name: (slot.numel, slot.sides) for _, slot in self._by_id.values()}
         return None
+
+    def is_frozen(self, name: str) -> bool:
+        """Whether the model has this parameter and trains it not."""
+        known = () if self._names is None else self._names.values()
+        return any(n == name and not parameter.requires_grad for parameter, n in known)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy serves another DDP model, whose parameters it has yet to meet; ids mean nothing there.

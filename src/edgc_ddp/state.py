@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from edgc_ddp import checkpoint
+from edgc_ddp import checkpoint, misfit
 from edgc_ddp.controllers import EntropyController
 from edgc_ddp.decisions import Controller
 from edgc_ddp.engine import Engine
@@ -161,7 +161,7 @@ class EDGCState:
                 ``total_steps``) or world size. Nothing was changed.
         """
         with torch.inference_mode(False):
-            checkpoint.check(self.engine, state_dict, self._world_size(), self._rank())
+            misfit.check(self.engine, state_dict, self._world_size(), self._rank())
             checkpoint.unpack(self.engine, state_dict)
 
     def _world_size(self) -> int:

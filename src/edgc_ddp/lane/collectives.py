@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -146,6 +146,9 @@ class Lane:
     def submit(self, make_task: Callable[[], Task]) -> TensorFuture:
         """Run the task behind all earlier ones; the future carries its result or its error."""
         raise AssertionError("a lane is a ThreadLane or a StreamLane")
+
+    def adopt(self, tensors: Iterable[Tensor]) -> None:
+        """Tasks will read these tensors, made outside the lane, and may give them up."""
 
     def drain(self) -> None:
         """Wait for what was submitted before, which is nothing unless a backward was broken off."""

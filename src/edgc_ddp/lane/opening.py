@@ -32,9 +32,15 @@ def open_lane(
     """The lane for tensors on this device. Collective: all ranks of the group must call it.
 
     ``meet`` is given a lane over the group itself, before there are channels: ranks that want another
-    number of them would wait for each other for ever.
+    number of them would wait for each other for ever. Raises RuntimeError for a kind of device that has no
+    lane.
     """
     group = group_in_force(group)
+    if device.type not in ("cpu", "cuda"):
+        raise RuntimeError(
+            f"edgc_hook met gradients on {device}: it serves those on CPUs and on CUDA devices only. Train "
+            "without the hook there"
+        )
     kind = StreamLane if device.type == "cuda" else ThreadLane
     meet(Lane(group, device))
     return kind(group, device, channels)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from edgc_ddp.lane.collectives import CHANNELS, Lane, Mark, Task, TensorFuture
 
@@ -38,6 +39,13 @@ class StreamLane(Lane):
                 # Records an event on the side stream, which DDP's stream then waits for.
                 future.set_result(finished.value)
         return future
+
+    def adopt(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            # Given up by a task that the host has queued, its memory would go back to the stream that made
+            # it, which may write there before the side stream has read.
+            if tensor.device == self.device:
+                tensor.record_stream(self._stream)
 
     def mark(self) -> Mark:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

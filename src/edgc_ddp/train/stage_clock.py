@@ -3,6 +3,7 @@
 # No `from __future__ import annotations` here: DDP checks the hook's annotations as objects.
 import math
 import time
+from collections import deque
 from statistics import median
 from typing import Any
 
@@ -15,14 +16,17 @@ from torch.distributed.pipelining import PipelineStage
 from edgc_ddp import EDGCState, edgc_hook
 from edgc_ddp.lane import Mark
 
+_KEPT = 1000
+"""Spans of each kind between two readings: once the first stage decides no more, nobody reads."""
+
 
 class StageClock:
-    """Marks of the steps since the last reading. Nothing waits for the device before it is read."""
+    """Marks of the latest steps since the last reading. Nothing waits for the device before it is read."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._begin = self._ended = self.mark()
-        self._spans: dict[str, list[tuple[Mark, Mark]]] = {}
+        self._spans: dict[str, deque[tuple[Mark, Mark]]] = {}
 
     def mark(self) -> Mark:
         """Now, on the host or on the device's current stream."""
@@ -39,10 +43,10 @@ class StageClock:
     def note(self, what: str, since: "Mark | None" = None) -> None:
         """``what`` ends now, having begun at ``since`` (the step's begin when None)."""
         span = (self._begin if since is None else since, self.mark())
-        self._spans.setdefault(what, []).append(span)
+        self._spans.setdefault(what, deque(maxlen=_KEPT)).append(span)
 
     def read(self) -> dict[str, float]:
-        """Median seconds of everything noted since the last reading."""
+        """Median seconds of what was noted since the last reading, of each kind the last thousand."""
         spans, self._spans = self._spans, {}
         return {
             what: median(_seconds(*pair) for pair in pairs) if pairs else math.nan

@@ -81,8 +81,8 @@ def process_group() -> Iterator[torch.device]:
         dist.init_process_group("nccl", device_id=device, **members)
     else:
         device = torch.device("cpu")
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
         dist.init_process_group("gloo", **members)
+        torch.set_num_threads(_common_threads(local_size))
     try:
         yield device
     except BaseException as error:
@@ -93,6 +93,14 @@ def process_group() -> Iterator[torch.device]:
         # Python's lock held, while a thread of Gloo may need that lock to drop a tensor: a deadlock.
         gc.collect()
         dist.destroy_process_group()
+
+
+def _common_threads(local_size: int) -> int:
+    """This rank's share of its machine's cores, or the smallest share of any rank: ranks with other numbers
+    of threads would round otherwise."""
+    mine = torch.tensor(max(1, (os.cpu_count() or 1) // local_size))
+    dist.all_reduce(mine, dist.ReduceOp.MIN)
+    return int(mine)
 
 
 def _set_up(job: Job, folder: Path, device: torch.device) -> Run:
