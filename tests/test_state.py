@@ -13,6 +13,7 @@ import pytest
 import torch
 from ranks import Ranks
 from scenes import SMALL_BUCKETS_MB, Given, Mlp, averages, draw, train_step, wrap
+from torch.nn.parallel import DistributedDataParallel
 
 from edgc_ddp import EDGCState
 from edgc_ddp.checkpoint import merge
@@ -101,6 +102,63 @@ def load_merged(rank: int, world: int, merged: dict[str, Any]) -> list[torch.Ten
     kept = [s.residual.clone() for s in slots if s.residual is not None]
     averages(ddp, draw(SHAPES, seed=rank))
     return kept
+
+
+class Odd(torch.nn.Module):
+    """Its sides fill no vector registers, so a matrix begins wherever DDP has cut its bucket."""
+
+    def __init__(self, inside: int, width: int, outside: int) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(inside, width)
+        self.middle = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(3))
+        self.last = torch.nn.Linear(width, outside)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        for layer in self.middle:
+            x = x + torch.tanh(layer(x))
+        out: torch.Tensor = self.last(x)
+        return out
+
+
+def wrapped_anew(
+    rank: int, world: int, sides: tuple[int, int, int], k: int, wire: str, cap_mb: float
+) -> float:
+    """The first buckets of a resumed run are cut otherwise: that must change no bit."""
+    models = [Odd(*sides), Odd(*sides)]
+    models[1].load_state_dict(models[0].state_dict())
+    states = [EDGCState(FixedRank(k), model=model, wire_dtype=wire) for model in models]
+
+    def train(ddp: DistributedDataParallel, steps: range) -> torch.Tensor:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        for step in steps:
+            generator = torch.Generator().manual_seed(100 * step + rank)
+            train_step(ddp, optimizer, torch.randn(8, sides[0], generator=generator))
+        return torch.cat([p.detach().flatten() for p in ddp.parameters()])
+
+    undisturbed = wrap(models[0], states[0], cap_mb)
+    train(undisturbed, range(8))
+    models[1].load_state_dict(models[0].state_dict())
+    states[1].load_state_dict(states[0].state_dict())
+    resumed = train(wrap(models[1], states[1], cap_mb), range(8, 14))
+    return float((train(undisturbed, range(8, 14)) - resumed).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("sides", "k", "wire", "cap_mb"),
+    [
+        ((50, 37, 7), 2, "fp32", 25),
+        ((33, 65, 65), 3, "fp32", 25),
+        ((16, 64, 10), 3, "bf16", 25),
+        ((33, 65, 65), 5, "int8", 25),
+        ((16, 16, 16), 4, "int8", 1e-6),
+        ((16, 16, 16), 4, "bf16", 1e-6),
+    ],
+)
+def test_no_bit_depends_on_how_buckets_are_cut(
+    ranks: Pools, sides: tuple[int, int, int], k: int, wire: str, cap_mb: float
+) -> None:
+    assert ranks(2)(wrapped_anew, sides, k, wire, cap_mb) == [0.0, 0.0]
 
 
 def test_another_world_size_keeps_what_is_still_to_be_sent(ranks: Pools) -> None:

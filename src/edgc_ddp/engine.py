@@ -78,6 +78,8 @@ class Engine:
         self._last_started = False
         self.may_rest = False
         """Whether the next iteration needs nothing that DDP cannot do."""
+        self._compressing = False
+        """Whether this iteration compresses anything."""
         self._resting = False
         """Whether this iteration's buckets are averaged as DDP averages them."""
 
@@ -224,7 +226,7 @@ class Engine:
         observer = None if bucket.buffer.is_sparse else self._sample(bucket)
         if bucket.buffer.is_sparse:
             average = yield from reduce_sparse(bucket, lane)
-        elif any(self.settings.compresses(slot) for slot in bucket.slots):
+        elif self._goes_with_factors(bucket):
             average = yield from reduce_low_rank(bucket, lane, self.settings, self.memory, observer)
         else:
             wire = self.settings.dense_wire
@@ -240,6 +242,14 @@ class Engine:
             self._end_iteration(lane)
         return average
 
+    def _goes_with_factors(self, bucket: Bucket) -> bool:
+        """Whether a matrix in it is compressed; or nothing in it could be, while others are. What lies
+        beside factors travels in their type, and must do so wherever DDP has cut its buckets."""
+        if any(self.settings.compresses(slot) for slot in bucket.slots):
+            return True
+        small = all(slot.rank or slot.spec is None for slot in bucket.slots)
+        return self._compressing and small and bucket.buffer.numel() > 0
+
     def _begin_iteration(self, lane: Lane, began: Mark) -> None:
         self._began = began
         self._started = self._finished = 0
@@ -248,6 +258,7 @@ class Engine:
         if self.progress.step >= self.progress.plan.until:
             self._decide(lane)
         self.may_rest = self._rests()
+        self._compressing = self.mean_rank() > 0
 
     def _follow(self, loss_scale: float) -> None:
         """Residuals are gradients under the loss scale of their time: bring them to this one."""

@@ -19,6 +19,7 @@ from edgc_ddp.factors import FactorSums
 from edgc_ddp.lane import Mark
 from edgc_ddp.maths.entropy import resolve_estimator
 from edgc_ddp.maths.orthogonal import orthonormalise, random_basis
+from edgc_ddp.maths.placed import aligned
 
 _FIELDS = 4  # entropy sum, entropy count, energy before, energy left
 
@@ -106,7 +107,7 @@ class Observer:
         One factorisation serves all ranks: the first k columns of P depend on the first k of Q.
         """
         rows, cols = average_MN.shape
-        average_MN = average_MN.to(self.curve.dtype)
+        average_MN = aligned(average_MN.to(self.curve.dtype))
         rank = min(len(self.curve) - 1, rows)
         # Drawn on the device: a copy from the host would make it wait.
         generator = torch.Generator(average_MN.device).manual_seed(cols)

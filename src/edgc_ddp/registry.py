@@ -95,7 +95,8 @@ class Registry:
         if self.closed:
             raise RuntimeError(
                 "edgc_hook met a parameter that was not there in the first iteration: one EDGCState "
-                "serves one DistributedDataParallel model. Make a new EDGCState for each model."
+                "serves one DistributedDataParallel model and the parameters it began with. Make a new "
+                "EDGCState for each model, and after unfreezing layers."
             )
         name = self._name_of(parameter)
         # A sparse gradient has no matrix in the bucket to factorise.

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from edgc_ddp.maths.placed import ENTRIES
+
 
 def orthonormalise(p_BMR: Tensor) -> Tensor:
     """Orthonormal columns that span what the columns of each matrix span.
@@ -39,7 +41,12 @@ def orthonormalise(p_BMR: Tensor) -> Tensor:
     rows, rank = p_BMR.shape[-2:]
     assert rank <= rows, f"{rank} orthonormal columns do not fit into {rows} rows"
     even_BMR = _even_columns(p_BMR)
-    basis_BMR: Tensor = torch.linalg.qr(even_BMR)[0]
+    basis_BMR: Tensor
+    if p_BMR.dim() == 3 and rows * rank % ENTRIES and p_BMR.device.type == "cpu":
+        # Behind one another they would begin anywhere, and be rounded by what is beside them.
+        basis_BMR = torch.stack([torch.linalg.qr(even_MR.clone())[0] for even_MR in even_BMR])
+    else:
+        basis_BMR = torch.linalg.qr(even_BMR)[0]
     # QR itself may not look at the last row of a square matrix and would miss a nan there.
     nan_or_zero_B11 = even_BMR.sum(dim=(-2, -1), keepdim=True) * 0
     return basis_BMR.add_(nan_or_zero_B11)

@@ -20,14 +20,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from edgc_ddp.lane import Lane, Task
+from edgc_ddp.lane import Handle, Lane, Task
 from edgc_ddp.maths.orthogonal import orthonormalise
+from edgc_ddp.maths.placed import ENTRIES, aligned, is_aligned
 from edgc_ddp.memory import ParameterMemory
 from edgc_ddp.observer import Observer
 from edgc_ddp.reducers.bucket import (
@@ -72,9 +73,11 @@ def reduce_low_rank(
     compute = compute_dtype(bucket.buffer)
     wire = settings.wire_for(compute)
     share = 1 / lane.world_size
-    # The gradient's own memory serves as A; only half-precision buckets need a wider copy.
+    # The gradient's own memory serves as A; half-precision buckets need a wider copy, and those in which
+    # matrices lie badly another.
     work = bucket.buffer.to(compute)
-    items = bucket.items(work)
+    places = bucket.items(work)
+    items = _well_placed(places, settings)
     dense = [item for item in items if not settings.compresses(item.slot)]
     pending = [item for item in dense if settings.error_feedback and item.slot.residual is not None]
     groups, p, q, flags_F = _allocate(items, dense, pending, settings, compute)
@@ -101,7 +104,34 @@ def reduce_low_rank(
     used_F = flags_F > 0
     *used_by_group, used_pending = split(used_F, [*(len(g.items) for g in groups), len(pending)])
 
-    for group, used_B in zip(groups, used_by_group, strict=True):
+    finite = ok
+    if groups:
+        sums = zip(groups, used_by_group, strict=True)
+        finite = yield from _second_sum(list(sums), q, ok, lane, settings, memory, observer, wire)
+    for item, place in zip(dense, dense_parts, strict=True):
+        item.flat.copy_(place)
+    settle_pending(pending, memory, used_pending, finite)
+    if items is not places:
+        for home, moved in zip(places, items, strict=True):
+            home.flat.copy_(moved.flat)
+    hand_back(bucket, work, places, finite)
+    return bucket.buffer
+
+
+def _second_sum(
+    groups: list[tuple[_Group, Tensor]],
+    q: Payload,
+    ok: Tensor,
+    lane: Lane,
+    settings: Settings,
+    memory: ParameterMemory,
+    observer: Observer | None,
+    wire: torch.dtype,
+) -> Generator[Handle, None, Tensor]:
+    """From the sum of P to the averages of the groups' matrices, each group with its flags; whether all is
+    finite."""
+    share = 1 / lane.world_size
+    for group, used_B in groups:
         group.p_BRM.copy_(orthonormalise(group.p_BRM.mT).mT)
         for _, a_MN, p_RM, q_RN in group:
             _product(p_RM, a_MN, share, out=q_RN)
@@ -111,7 +141,7 @@ def reduce_low_rank(
     handle = yield from second.start()
     # A column of finite entries may have a norm that is not: this part overflows where P did not.
     kept = ok & torch.isfinite(largest_sizes(q.flat))
-    for group, used_B in zip(groups, used_by_group, strict=True):
+    for group, used_B in groups:
         if observer is not None:
             _observe(observer, group, used_B, lane.world_size)
         for item, a_MN, p_RM, q_RN in group:
@@ -121,7 +151,7 @@ def reduce_low_rank(
 
     yield handle
     second.finish()
-    for group, used_B in zip(groups, used_by_group, strict=True):
+    for group, used_B in groups:
         size_BR = largest_sizes(group.q_BRN)
         useful_BR1 = (ok & (size_BR > 0) & torch.isfinite(size_BR))[..., None]
         if observer is not None:
@@ -131,12 +161,20 @@ def reduce_low_rank(
         for (item, a_MN, p_RM, q_RN), useful_R1 in zip(group, useful_BR1, strict=True):
             _rebuild(a_MN, p_RM, q_RN)
             item.slot.basis_NR = _next_basis(item.slot.basis_NR, q_RN, useful_R1)
-    for item, place in zip(dense, dense_parts, strict=True):
-        item.flat.copy_(place)
-    finite = ok & torch.isfinite(largest_sizes(q.flat))
-    settle_pending(pending, memory, used_pending, finite)
-    hand_back(bucket, work, items, finite)
-    return bucket.buffer
+    return ok & torch.isfinite(largest_sizes(q.flat))
+
+
+def _well_placed(places: list[Item], settings: Settings) -> list[Item]:
+    """The items, moved apart where a matrix among them is not aligned."""
+    if all(is_aligned(place.flat) for place in places if settings.compresses(place.slot)):
+        return places
+    sizes = [-(-place.slot.numel // ENTRIES) * ENTRIES for place in places]
+    apart = split(places[0].flat.new_empty(sum(sizes)), sizes)
+    items = []
+    for place, flat in zip(places, apart, strict=True):
+        items.append(Item(place.slot, flat[: place.slot.numel]))
+        items[-1].flat.copy_(place.flat)
+    return items
 
 
 def _allocate(
@@ -181,8 +219,11 @@ def _start_bases(group: _Group) -> None:
 
 
 def _product(left: Tensor, right: Tensor, scale: float, out: Tensor) -> None:
-    """``out = scale * left @ right`` in one pass."""
-    torch.addmm(out, left, right, beta=0, alpha=scale, out=out)
+    """``out = scale * left @ right`` in one pass. Factors may lie anywhere, ``right`` must be aligned."""
+    place = out if is_aligned(out) else torch.empty_like(out)
+    torch.addmm(place, aligned(left), right, beta=0, alpha=scale, out=place)
+    if place is not out:
+        out.copy_(place)
 
 
 def _keep_left(
@@ -195,6 +236,7 @@ def _keep_left(
     kept: Tensor,
 ) -> None:
     """What the factors leave of A becomes the residual. A's memory is free for the average then."""
+    p_RM, q_RN = aligned(p_RM), aligned(q_RN)
     if residual.device.type == "cpu" and residual.dtype == a_MN.dtype:
         # Written where it stays: one pass over memory less.
         if kept:
@@ -207,6 +249,7 @@ def _keep_left(
 
 def _rebuild(a_MN: Tensor, p_RM: Tensor, q_RN: Tensor) -> None:
     """A's memory takes the average."""
+    p_RM, q_RN = aligned(p_RM), aligned(q_RN)
     if a_MN.device.type == "cpu":
         # With few columns, adding to zeros is up to a quarter faster there than writing anew.
         a_MN.zero_().addmm_(p_RM.t(), q_RN)
