@@ -40,7 +40,12 @@ MUTATIONS = (
         "add_residual(item.flat, item.slot.residual)\n            _product",
         "pass\n            _product",
     ),
-    Mutation("wrong divisor", LOW_RANK, "share = 1 / lane.world_size", "share = 1.0"),
+    Mutation(
+        "wrong divisor",
+        LOW_RANK,
+        "share = 1 / lane.world_size\n    for group",
+        "share = 1.0\n    for group",
+    ),
     Mutation(
         "stale basis",
         LOW_RANK,
@@ -50,11 +55,43 @@ MUTATIONS = (
     Mutation(
         "residual against the average",
         LOW_RANK,
-        "a_MN.addmm_(p_RM.t(), q_RN, alpha=-lane.world_size)",
-        "a_MN.addmm_(p_RM.t(), q_RN, alpha=-1)",
+        "torch.addmm(a_MN, p_RM.t(), q_RN, alpha=-world_size, out=left_MN)",
+        "torch.addmm(a_MN, p_RM.t(), q_RN, alpha=-1, out=left_MN)",
+    ),
+    Mutation("bad steps are remembered", LOW_RANK, "        if kept:\n", "        if True:\n"),
+    Mutation(
+        "bad steps are remembered, in other types",
+        "reducers/bucket.py",
+        "    elif not ok:\n        return\n",
+        "",
+        ("test_reliability_numbers.py", "test_coded.py"),
     ),
     Mutation(
-        "bad steps are remembered", "reducers/bucket.py", "    elif not ok:\n        return\n", ""
+        "operands lie anywhere",
+        "maths/placed.py",
+        "return tensor.data_ptr() % BYTES == 0",
+        "return True",
+        ("test_state.py",),
+    ),
+    Mutation(
+        "small tensors alone in a bucket keep their type",
+        "engine.py",
+        "return self._compressing and small and",
+        "return False and small and",
+        ("test_state.py",),
+    ),
+    Mutation(
+        "the coming backward's scale is lost at a checkpoint",
+        "checkpoint.py",
+        '        "loss_scale": engine.loss_scale,\n',
+        "",
+    ),
+    Mutation(
+        "arithmetic is not compared",
+        "engine.py",
+        "        require_equal_arithmetic(lane)\n",
+        "",
+        ("test_agreement.py",),
     ),
     Mutation(
         "overflow in Q is remembered",
@@ -112,8 +149,8 @@ MUTATIONS = (
     Mutation(
         "a default group made anew goes unseen",
         "engine.py",
-        "if self._lane is not None and self._lane.group is not group:",
-        "if False:",
+        "(lane.group is not group or (first and lane.device != device))",
+        "(first and lane.device != device)",
         ("test_reliability_driving.py",),
     ),
     Mutation(

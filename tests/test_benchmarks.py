@@ -19,6 +19,7 @@ from benchmarks import network, record, step_time
 from benchmarks.contestants import Contestant, line_up, select
 from benchmarks.entrants import enter
 from benchmarks.links import HEADER_BYTES, Link, sent
+from benchmarks.mutation import MUTATIONS, ROOT, Mutation
 from benchmarks.summary import quartiles, summarise, table
 from benchmarks.worker import Job, merge, order, run_block
 from benchmarks.workloads import WORKLOADS, Replay
@@ -397,3 +398,12 @@ def test_auto_is_measured_once_it_has_decided(ranks: Callable[[int], Ranks]) -> 
 def test_no_communication_averages_nothing(local: list[torch.Tensor]) -> None:
     assert (local[0] - local[1]).norm() > 0.1 * local[0].norm()
     assert all(math.isfinite(gradient.norm().item()) for gradient in local)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: str(mutation.name))
+def test_a_mutation_breaks_the_code_as_it_is_now(mutation: Mutation) -> None:
+    """`python -m benchmarks.mutation` runs them; here only that each still finds its place and compiles."""
+    text = (ROOT / "src" / "edgc_ddp" / mutation.file).read_text()
+    assert text.count(mutation.old) == 1
+    compile(text.replace(mutation.old, mutation.new), mutation.file, "exec")
+    assert all((ROOT / "tests" / name).exists() for name in mutation.tests)
