@@ -200,6 +200,18 @@ def test_train_composes_what_is_written(tmp_path: Path) -> None:
     assert composed(tmp_path, "nproc=4", "train.steps=7").nproc == 4
 
 
+def test_the_next_step_is_for_the_model_that_was_measured(tmp_path: Path) -> None:
+    seen = facts(1e8)
+    advice = advise(seen, CAPS)
+    assert experiment.command(tmp_path) in experiment.next_step(tmp_path, seen, advice)
+    mine = replace(seen, model="mine:make", named=False)
+    lines = experiment.next_step(tmp_path, mine, advice)
+    assert "edgc_ddp.train" not in lines and "bucket_cap_mb=25)" in lines
+    assert "EntropyController(r_max=64, r_min=16)" in lines and 'wire_dtype="int8"' in lines
+    quick = replace(facts(1e11), model="mine:make", named=False)
+    assert "without a hook" in experiment.next_step(tmp_path, quick, advise(quick, CAPS))
+
+
 def test_train_runs_plain_ddp_when_told_to(tmp_path: Path) -> None:
     seen = replace(facts(1e11), model="mine:make", named=False)
     experiment.write(tmp_path, seen, advise(seen, CAPS))

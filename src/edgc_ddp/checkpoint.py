@@ -20,7 +20,7 @@ from edgc_ddp.memory import Slot
 from edgc_ddp.observer import Observer
 from edgc_ddp.progress import Progress
 
-VERSION = 1
+VERSION = 2
 
 
 def whole(packed: Mapping[str, Any]) -> dict[str, Any]:

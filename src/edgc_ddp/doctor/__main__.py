@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             facts.save(arguments.json)
         path = experiment.write(arguments.out, facts, advice)
         print(describe(facts, advice))
-        print(f"\nwritten to {path}; train with it:\n{experiment.command(arguments.out)}")
+        print(f"\nwritten to {path}; {experiment.next_step(arguments.out, facts, advice)}")
     return 0
 
 

@@ -28,6 +28,20 @@ def command(folder: Path) -> str:
     return f"python -m edgc_ddp.train --config-dir {shlex.quote(str(folder))} +experiment={NAME}"
 
 
+def next_step(folder: Path, facts: Facts, advice: Advice) -> str:
+    """What to do with the advice: a command for a model that train has, else lines for one's own script."""
+    if facts.named:
+        return f"train with it:\n{command(folder)}"
+    setting = advice.setting
+    if setting is None:
+        return "in your script: DistributedDataParallel without a hook"
+    controller = f"EntropyController(r_max={setting.rank}, r_min={default_r_min(setting.rank)})"
+    return f"""in your script, which has the model:
+    ddp = DistributedDataParallel(model, bucket_cap_mb={setting.cap_mb:g})
+    state = EDGCState({controller}, model=ddp.module, wire_dtype="{setting.wire}")
+    ddp.register_comm_hook(state, edgc_hook)"""
+
+
 def text(facts: Facts, advice: Advice) -> str:
     """The YAML: the advised setting, and model and batch where train has them."""
     setting = advice.setting

@@ -82,7 +82,7 @@ def _advice(facts: Facts, advice: Advice) -> list[str]:
         )
     even = f"An average breaks even with dense at rank {advice.break_even}."
     if advice.break_even == 0:
-        even = "No rank of 4 or more averages faster than dense."
+        even = "No rank that bounds allow, 4 or more, averages faster than dense."
     return [head, f"           because {advice.reason}.", f"           {even}"]
 
 
