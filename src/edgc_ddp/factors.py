@@ -83,8 +83,9 @@ class FactorSums:
 
     def gradient(self, index: int, grad_MN: Tensor, beta: float, step: int) -> None:
         """Note a rank's own gradient's energy, from a share ``beta`` of its entries."""
-        mean = strided_sample(grad_MN, beta, step).float().square().mean()
-        self._add(index, _GRADIENT, mean * grad_MN.numel())
+        sample = strided_sample(grad_MN, beta, step).float()
+        share = grad_MN.numel() / sample.numel()
+        self._add(index, _GRADIENT, torch.linalg.vector_norm(sample).square() * share)
 
     def whole(self, index: int, energy: Tensor) -> None:
         """Note the energy of a rank's gradient plus residual."""

@@ -261,7 +261,7 @@ def _observe(observer: Observer, group: _Group, used_B: Tensor, world_size: int)
     """Show this rank's A and factors; what nobody has a gradient of is nan, and so not counted."""
     for (item, a_MN, p_RM, q_RN), used in zip(group, used_B, strict=True):
         mine_RN = torch.where(used, q_RN * world_size, math.nan)
-        whole = torch.where(used, item.flat.square().sum(), math.nan)
+        whole = torch.where(used, torch.dot(item.flat, item.flat), math.nan)
         observer.energy(item.slot.index, whole, mine_RN.square().sum())
         observer.local_factors(item.slot.index, a_MN, p_RM.t(), mine_RN.t())
 
