@@ -95,6 +95,40 @@ def load_everywhere(rank: int, world: int, saved: dict[str, Any]) -> str:
     return f"loaded, of rank {state.engine.origin}"
 
 
+def away_from_its_group(rank: int, world: int, saved: list[dict[str, Any]]) -> int | None:
+    """A state says whose it is after its group is gone, and goes on where its rank has another number."""
+    state = EDGCState(controller=FixedRank(3))
+    state.load_state_dict(saved[rank])
+    ddp = wrap(Given(SHAPES), state)
+    averages(ddp, draw(SHAPES, seed=rank))
+    other = SimpleNamespace(world_size=2, rank=1 - rank, device=torch.device("cpu"))
+    state.engine._check_loaded(other)  # type: ignore[arg-type]
+    averages(ddp, draw(SHAPES, seed=rank))
+    state.close()
+    averages(ddp, draw(SHAPES, seed=rank))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EDGCState, "_rank", lambda self: None)
+        patch.setattr(EDGCState, "_world_size", lambda self: 0)
+        found: int | None = state.state_dict()["rank"]
+    return found
+
+
+def test_a_state_knows_whose_it_is_without_a_group(ranks: Pools) -> None:
+    assert ranks(2)(away_from_its_group, ranks(2)(some_state)) == [0, 1]
+
+
+def test_residuals_under_several_loss_scales_are_merged_under_one(ranks: Pools) -> None:
+    """A rank that ran out of data keeps the scale of its last step."""
+    states = ranks(2)(some_state)
+    for state, scale in zip(states, (2.0, 8.0), strict=True):
+        state["progress"]["loss_scale"] = state["loss_scale"] = scale
+    merged = merge(states, 2)
+    for name, slot in merged["slots"].items():
+        owed = [state["slots"][name]["residual"] for state in states]
+        if slot["residual"] is not None:
+            torch.testing.assert_close(slot["residual"], (owed[0] + owed[1] / 4) / 2)
+
+
 def test_one_ranks_state_on_all_is_refused(ranks: Pools) -> None:
     states = ranks(2)(some_state)
     assert [state["rank"] for state in states] == [0, 1]

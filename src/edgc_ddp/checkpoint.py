@@ -30,7 +30,7 @@ def whole(packed: Mapping[str, Any]) -> dict[str, Any]:
 
 def pack(engine: Engine, world_size: int, rank: int | None) -> dict[str, Any]:
     """This rank's state. Tensors are copies, so training may go on. ``world_size`` 0 and ``rank`` None say
-    that they are not known: then those of a state loaded before count."""
+    that they are not known: then those of a state loaded before count, or of when ranks last met."""
     observer, layout = engine.observer, engine.layout
     engine.memory.free_sent()
     return {
@@ -38,7 +38,7 @@ def pack(engine: Engine, world_size: int, rank: int | None) -> dict[str, Any]:
         "controller": type(engine.controller).__name__,
         "options": plain_options(engine.controller),
         "world_size": layout.world_size if layout else engine.registry.world_size or world_size,
-        "rank": engine.origin if rank is None else rank,
+        "rank": next((r for r in (rank, engine.origin, engine.rank) if r is not None), None),
         "layout": [[m.name, m.rows, m.cols] for m in layout.matrices] if layout else [],
         "progress": _pack_progress(engine.progress),
         "slots": {slot.name: _pack_slot(slot) for slot in engine.memory.slots.values()},
@@ -146,7 +146,7 @@ def unpack(engine: Engine, packed: Mapping[str, Any]) -> None:
     engine.progress = progress_of(engine, packed)
     # That of the coming backward, which may be another than the residuals are under.
     engine.loss_scale = packed.get("loss_scale", engine.progress.loss_scale)
-    engine.origin = packed.get("rank")
+    engine.origin, engine.rank = packed.get("rank"), None
     engine.may_rest = False
     # Nothing is decided before there is a window.
     decided = packed["window"] is not None
@@ -206,15 +206,27 @@ def merge(states: Sequence[Mapping[str, Any]], world_size: int) -> dict[str, Any
     merged["rank"] = None
     merged["slots"] = {}
     for name, entry in states[0]["slots"].items():
-        given = [state["slots"][name]["residual"] for state in states]
-        residuals = [residual for residual in given if residual is not None]
+        residuals = [
+            (residual, _to_scale_of(states[0], state))
+            for state in states
+            if (residual := state["slots"][name]["residual"]) is not None
+        ]
         mean = None
         if residuals:
             # A rank without one owes nothing.
-            total = torch.stack([residual.float() for residual in residuals]).sum(0)
-            mean = (total / len(states)).to(residuals[0].dtype)
+            total = torch.stack([residual.float() * factor for residual, factor in residuals]).sum(
+                0
+            )
+            mean = (total / len(states)).to(residuals[0][0].dtype)
         merged["slots"][name] = {**entry, "residual": mean}
     return merged
+
+
+def _to_scale_of(first: Mapping[str, Any], state: Mapping[str, Any]) -> float:
+    """What brings a state's residuals under the first one's loss scale: a rank that ran out of data has an
+    older one."""
+    mine, theirs = first["progress"]["loss_scale"], state["progress"]["loss_scale"]
+    return 1.0 if mine is None or theirs is None else float(mine / theirs)
 
 
 def _common(state: Mapping[str, Any]) -> dict[str, Any]:

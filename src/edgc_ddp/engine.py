@@ -70,7 +70,9 @@ class Engine:
         self.loss_scale: float | None = None
         """What the loss of the coming backward is multiplied by, when the user says so."""
         self.origin: int | None = None
-        """The rank whose state was loaded; None where that is all the same."""
+        """The rank whose state was loaded, until ranks meet; None where that is all the same."""
+        self.rank: int | None = None
+        """This process's rank when ranks last met."""
         self._lane: Lane | None = None
         self._finalizer: weakref.finalize[[], Engine] | None = None
         self._began: Mark | None = None
@@ -205,6 +207,8 @@ class Engine:
         known = self.layout.world_size if self.layout else self.registry.world_size
         check_world_size(known, lane.world_size)
         check_origin(self.origin, lane.rank)
+        # From here on what is owed is this process's own, whatever its rank in another group may be.
+        self.origin, self.rank = None, lane.rank
 
     def _average(
         self,
@@ -305,23 +309,21 @@ class Engine:
     def _decide(self, lane: Lane) -> None:
         """Agree on what was seen, ask the controller, check that all ranks got the same answer."""
         progress = self.progress
-        if self.layout is None:
-            self.layout = self.registry.layout(lane.world_size)
-        if progress.controller_state is None:
-            progress.controller_state = self.controller.init(self.layout)
-        observation = self._observe(lane)
-        progress.controller_state, plan = self.controller.decide(
-            progress.controller_state, observation, progress.step
-        )
-        plan = checked_plan(plan, self.layout, progress.step)
+        layout = self.layout or self.registry.layout(lane.world_size)
+        known = progress.controller_state
+        if known is None:
+            known = self.controller.init(layout)
+        known, plan = self.controller.decide(known, self._observe(lane), progress.step)
+        plan = checked_plan(plan, layout, progress.step)
         require_equal_plans(lane, plan)
-        for matrix in self.layout.matrices:
+        self.layout, progress.controller_state = layout, known
+        for matrix in layout.matrices:
             slot = self.memory.slots[matrix.name]
             self.memory.set_rank(slot, plan.ranks[matrix.name], lane.device)
         self._tell(lane, plan)
         progress.plan = plan
         if self.observer is None:
-            self.observer = Observer(self.layout, lane.device)
+            self.observer = Observer(layout, lane.device)
         self.observer.reset(plan)
         progress.history.append(
             {
