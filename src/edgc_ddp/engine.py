@@ -199,6 +199,8 @@ class Engine:
         self._check_loaded(lane)
         require_equal_starts(lane, self.progress, self.settings, self.memory, self.controller)
         require_equal_arithmetic(lane)
+        # From here on what is owed is this process's own, whatever its rank in another group may be.
+        self.origin, self.rank = None, lane.rank
 
     def _check_loaded(self, lane: Lane) -> None:
         """A state may be loaded before the process group exists; its size and ranks are known only now."""
@@ -207,8 +209,6 @@ class Engine:
         known = self.layout.world_size if self.layout else self.registry.world_size
         check_world_size(known, lane.world_size)
         check_origin(self.origin, lane.rank)
-        # From here on what is owed is this process's own, whatever its rank in another group may be.
-        self.origin, self.rank = None, lane.rank
 
     def _average(
         self,
