@@ -7,6 +7,7 @@ import logging
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,10 @@ from ranks import Ranks
 from scenes import Given, averages, draw, wrap
 
 from edgc_ddp import EDGCState, agreement, edgc_hook
+from edgc_ddp.agreement import checked_plan
 from edgc_ddp.checkpoint import merge
-from edgc_ddp.controllers import Dense, EntropyController, FixedRank, Scheduled
+from edgc_ddp.controllers import Dense, EntropyController, FixedRank, Scheduled, Selective
+from edgc_ddp.decisions import Layout, MatrixSpec, Plan, Sampling
 
 Pools = Callable[[int], Ranks]
 SHAPES = [(24, 40), (40, 24), (16,)]
@@ -183,6 +186,42 @@ def test_what_is_no_module_and_no_group_is_refused(option: str) -> None:
         EDGCState(**{option: "gloo"})  # type: ignore[arg-type]
 
 
+class NoInit:
+    def decide(self, state: Any, observation: Any, step: int) -> Any: ...
+
+
+def test_a_controller_without_a_beginning_is_refused() -> None:
+    for given in (NoInit(), FixedRank):
+        with pytest.raises(ValueError, match=r"expected an object with init\(layout\) and decide"):
+            EDGCState(given)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="expected a controller"):
+            Selective(given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"ranks": {}}, "differ in matrix 'w'"),
+        ({"ranks": {"w": 4, "x": 1}}, "differ in matrix 'x'"),
+        ({"ranks": {"w": 2.0}}, "gave rank 2.0 for 'w'"),
+        ({"ranks": {"w": -1}}, "gave rank -1 for 'w'"),
+        ({"until": 7}, "ends at iteration 7, but it is 7 now"),
+        ({"until": 8.5}, "ends at iteration 8.5"),
+        ({"probe_rank": -3}, "probe_rank=-3: expected an int >= 0"),
+        ({"probe_rank": True}, "probe_rank=True"),
+        ({"sampling": Sampling(alpha=2)}, "alpha=2 and beta=0.25: expected shares"),
+        ({"sampling": Sampling(beta=0)}, "alpha=0.1 and beta=0: expected shares"),
+        ({"sampling": Sampling(estimator="gausian")}, "'gausian' is not known"),
+    ],
+)
+def test_a_strangers_plan_is_looked_at(change: dict[str, Any], told: str) -> None:
+    layout = Layout((MatrixSpec("w", 8, 16),))
+    plan = Plan({"w": 40}, "mine", until=9, sampling=Sampling())
+    assert dict(checked_plan(plan, layout, 7).ranks) == {"w": 8}
+    with pytest.raises(ValueError, match=re.escape(told)):
+        checked_plan(replace(plan, **change), layout, 7)
+
+
 def measured(rank: int, world: int, milestones: dict[int, int], window: int | None) -> list[float]:
     state = EDGCState(controller=Scheduled(milestones, window=window))
     ddp = wrap(Given(SHAPES), state)
@@ -232,3 +271,27 @@ def test_going_dense_is_said_aloud_by_one_rank(ranks: Pools) -> None:
     assert [level for level, _ in first[:-1]] == ["INFO"] * (len(first) - 1)
     asked, _ = ranks(2)(told, Dense())
     assert [level for level, _ in asked] == ["INFO"]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"wire_dtype": "fp8"},
+        {"wire_dtype": ["fp32"]},
+        {"wire_dtype": torch.bfloat16},
+        {"dense_dtype": None},
+        {"residual_dtype": "int8"},
+        {"start_iter": 1},
+        {"start_iter": 2.0},
+        {"error_feedback": "no"},
+        {"min_compression_rate": True},
+        {"min_compression_rate": math.nan},
+        {"min_compression_rate": -1},
+        {"seed": -1},
+        {"seed": True},
+    ],
+)
+def test_an_option_out_of_range_is_named(option: dict[str, Any]) -> None:
+    ((name, value),) = option.items()
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: expected")):
+        EDGCState(**option)

@@ -21,6 +21,7 @@ from scenes import (
     wrap,
 )
 from test_wire import SHAPES, kept
+from torch import nn
 
 from edgc_ddp import EDGCState
 from edgc_ddp.controllers import Dense, Scheduled
@@ -153,6 +154,18 @@ def other_types(rank: int, world: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gradients_as_narrow_as_the_wire_go_as_they_are(ranks: Pools, dtype: torch.dtype) -> None:
     ranks(2)(other_types, dtype)
+
+
+def near_the_end_of_half_precision(rank: int, world: int) -> float:
+    ddp = wrap(nn.Linear(8, 8).half(), EDGCState(Dense(), dense_dtype="int8"))
+    ddp(torch.ones(1, 8, dtype=torch.float16)).backward(torch.full((1, 8), 65472.0).half())
+    bias = ddp.module.bias
+    return float(bias.grad.max())  # type: ignore[union-attr, operator]
+
+
+def test_what_rounding_makes_too_large_for_half_precision_is_cut(ranks: Pools) -> None:
+    """As bf16 the bias's gradient of 65472 is 65536, which fp16 cannot hold."""
+    assert ranks(2)(near_the_end_of_half_precision) == [65504.0] * 2
 
 
 def test_rounding_without_feedback_is_refused() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
 from edgc_ddp.controllers import (
@@ -693,6 +694,11 @@ def test_selective_hides_the_dense_matrices_from_the_inner_controller() -> None:
         (lambda: EntropyController(beta=math.nan), "beta=nan: expected a number in (0, 1]"),
         (lambda: EntropyController(estimator="gauss"), "estimator='gauss': expected one of"),
         (lambda: EntropyController(exponent=3), "exponent=3: expected one of 2, 1; choose"),
+        (lambda: EntropyController(exponent=True), "exponent=True: expected one of 2, 1"),
+        (
+            lambda: FixedRank(np.int64(8)),
+            "rank=np.int64(8): expected a whole number >= 1; write int(rank)",
+        ),
         (
             lambda: EntropyController(reference="first"),
             "reference='first': expected one of 'anchor'",

@@ -644,10 +644,13 @@ def ignored_parameters(rank: int, world: int) -> None:
     model = mlp()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["layers.0.weight"])
     state = EDGCState(controller=FixedRank(2), model=model)
-    plainly(wrap(model, state), rank, 3)
-    again = EDGCState(controller=FixedRank(2), model=model)
-    again.load_state_dict(state.state_dict())
-    assert "layers.0.weight" not in state.plan() and "layers.1.weight" in again.plan()
+    ddp = wrap(model, state)
+    plainly(ddp, rank, 3)
+    # Their names are those within the model, also where DDP itself or its compiled form is given.
+    for given in (model, ddp, torch.compile(ddp)):
+        again = EDGCState(controller=FixedRank(2), model=given)  # type: ignore[arg-type]
+        again.load_state_dict(state.state_dict())
+        assert "layers.0.weight" not in state.plan() and "layers.1.weight" in again.plan()
 
 
 def test_parameters_that_ddp_ignores(ranks: Pools) -> None:

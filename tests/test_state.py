@@ -17,8 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from edgc_ddp import EDGCState
 from edgc_ddp.checkpoint import merge
-from edgc_ddp.controllers import EntropyController, FixedRank, Scheduled, Selective
+from edgc_ddp.controllers import (
+    AdaptiveController,
+    EntropyController,
+    FixedRank,
+    Scheduled,
+    Selective,
+)
 from edgc_ddp.decisions import Controller
+from edgc_ddp.maths.entropy import histogram
 
 Pools = Callable[[int], Ranks]
 
@@ -492,6 +499,87 @@ def test_other_options_of_the_controller_are_refused(
     # As an earlier version wrote it.
     del state["options"]
     EDGCState(controller=after).load_state_dict(state)
+
+
+def coarse(grad_MN: torch.Tensor, beta: float, offset: int) -> torch.Tensor:
+    return histogram(grad_MN, beta, offset, bins=16)
+
+
+def by_a_function(rank: int, world: int, resumed: bool) -> list[Any]:
+    shapes = [(16, 24)]
+    inner = EntropyController(window=8, warmup=4, r_max=4, r_min=1, alpha=0.5, estimator=coarse)
+    state = EDGCState(Selective(inner))
+    ddp = wrap(Given(shapes), state)
+    for step in range(24):
+        if resumed and step in (7, 13, 19):
+            state.load_state_dict(through_disk(state.state_dict()))
+        averages(ddp, draw(shapes, seed=step))
+    return [(entry["entropy"], entry["ranks"]) for entry in state.history[1:]]
+
+
+def test_a_functions_samples_go_on_after_a_resume(ranks: Pools) -> None:
+    """No checkpoint holds the function, which may be that of a controller within another."""
+    left_alone = ranks(2)(by_a_function, False)
+    assert len(left_alone[0]) >= 2 and all(math.isfinite(h) for h, _ in left_alone[0])
+    assert ranks(2)(by_a_function, True) == left_alone
+
+
+def test_a_function_that_is_gone_is_missed(saved: dict[str, Any]) -> None:
+    damaged = copy.deepcopy(saved)
+    sampling = {"alpha": 0.5, "beta": 0.25, "estimator": None}
+    damaged["progress"]["plan"]["sampling"] = sampling
+    with pytest.raises(ValueError, match="FixedRank has none: give it .* `estimator`"):
+        EDGCState(controller=FixedRank(3)).load_state_dict(damaged)
+
+
+def in_mid_window(rank: int, world: int, again: dict[str, Any] | None) -> dict[str, Any]:
+    state = EDGCState(AdaptiveController(window=8, warmup=2, budget=0.3))
+    shapes = [(32, 48)]
+    ddp = wrap(Given(shapes), state)
+    if again is not None:
+        state.load_state_dict(again)
+        total = state.engine._lane_for(torch.device("cpu"), True).sum_over_ranks(
+            state.engine.observer.vector([])  # type: ignore[union-attr]
+        )
+        return state.engine.observer.observation(total, world).__dict__  # type: ignore[union-attr]
+    for step in range(16):
+        averages(ddp, draw(shapes, seed=10 * step + rank))
+    return state.state_dict()
+
+
+def test_a_merged_window_says_what_the_old_ranks_saw(ranks: Pools) -> None:
+    """What factors leave of the average is a sum of vectors with signs: rank 0's own, taken for
+    everyone's, would say four times as much of noise."""
+    states = ranks(4)(in_mid_window, None)
+    assert states[0]["progress"]["step"] == 16 and states[0]["window"]["factors"]["probes"].any()
+    (before, *_) = ranks(4)(in_mid_window_as_it_is, states)
+    (after, _) = ranks(2)(in_mid_window, merge(states, 2))
+    for field in ("left", "energy", "gradient_energy", "entropy", "residual_share"):
+        assert after[field] == pytest.approx(before[field], rel=1e-5), field
+    assert all(math.isfinite(value) and value > 0 for value in before["left"].values())
+
+
+def in_mid_window_as_it_is(rank: int, world: int, states: list[dict[str, Any]]) -> dict[str, Any]:
+    return in_mid_window(rank, world, states[rank])
+
+
+def test_decisions_that_change_nothing_take_no_room(ranks: Pools) -> None:
+    ((live, saved, loaded), _) = ranks(2)(many_decisions)
+    assert live == saved == loaded == 1
+
+
+def many_decisions(rank: int, world: int) -> list[int]:
+    shapes = [(16, 24)]
+    state = EDGCState(FixedRank(3, window=2))
+    ddp = wrap(Given(shapes), state)
+    for step in range(12):
+        averages(ddp, draw(shapes, seed=step))
+    assert len(state.history) == 5 and state.history[-1]["ranks"] == {"parameter_0000": 3}
+    saved = through_disk(state.state_dict())
+    other = EDGCState(FixedRank(3, window=2))
+    other.load_state_dict(saved)
+    histories = (state.history, saved["progress"]["history"], other.history)
+    return [len({id(entry["ranks"]) for entry in history}) for history in histories]
 
 
 def test_a_run_may_be_made_longer() -> None:

@@ -21,7 +21,7 @@ from scenes import (
     train_step,
     wrap,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from edgc_ddp import EDGCState
 from edgc_ddp.controllers import FixedRank, Scheduled
@@ -286,5 +286,30 @@ def test_compression_rate_is_one_of_bytes_on_the_wire(wire: torch.dtype, last: i
     for rank in range(65):
         slot = Slot("w", 64 * 64, (64, 64), rank=rank)
         assert settings.compresses(slot) == (0 < rank <= (60 if wire == torch.int8 else last))
+        # What DDP would send of half precision is half of it; beside narrow factors nothing is wider.
+        narrow = Slot("w", 64 * 64, (64, 64), rank=rank, itemsize=2)
+        limit = {torch.float32: 15, torch.bfloat16: 31, torch.int8: 60}[wire]
+        assert settings.compresses(narrow) == (0 < rank <= limit)
     half = Settings(wire, min_compression_rate=2)
     assert not half.compresses(Slot("w", 64 * 64, (64, 64), rank=last))
+
+
+def half_precision(rank: int, world: int, dtype: torch.dtype, asked: int) -> tuple[float, float]:
+    state = EDGCState(FixedRank(asked))
+    ddp = wrap(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(dtype), state)
+    before = 0.0
+    for _ in range(4):
+        before = float(state.metrics()["wire_bytes"])
+        ddp(torch.ones(3, 64, dtype=dtype)).sum().backward()
+    found = state.metrics()
+    return float(found["wire_bytes"]) - before, float(found["mean_rank"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_not_compressed_to_more_than_it_is(
+    ranks: Pools, dtype: torch.dtype
+) -> None:
+    """fp32 factors of rank 20 would be 21 000 bytes a step, where plain DDP sends 16 640."""
+    assert ranks(2)(half_precision, dtype, 20) == [(16640.0, 0.0)] * 2
+    ((sent, rank), _) = ranks(2)(half_precision, dtype, 12)
+    assert rank == 12 and 12 * 2 * 128 * 4 <= sent < 16640

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from edgc_ddp.decisions import Controller, Layout, Plan
+from edgc_ddp.decisions import Controller, Layout, Plan, Sampling
 from edgc_ddp.lane import Lane
+from edgc_ddp.maths.entropy import resolve_estimator
 from edgc_ddp.maths.orthogonal import orthonormalise
 from edgc_ddp.memory import ParameterMemory
 from edgc_ddp.progress import Progress
@@ -126,7 +127,22 @@ def checked_plan(plan: Plan, layout: Layout, step: int) -> Plan:
             f"the controller's plan ends at iteration {plan.until!r}, but it is {step} now: give a later "
             "`until`, an int, or edgc_ddp.decisions.FOREVER"
         )
+    probe = plan.probe_rank
+    if not isinstance(probe, int) or isinstance(probe, bool) or probe < 0:
+        raise ValueError(f"the controller's plan has probe_rank={probe!r}: expected an int >= 0")
+    if plan.sampling is not None:
+        _check_sampling(plan.sampling)
     return replace(plan, ranks={m.name: min(plan.ranks[m.name], m.rows) for m in layout.matrices})
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    alpha, beta = sampling.alpha, sampling.beta
+    if not 0 <= alpha <= 1 or not 0 < beta <= 1:
+        raise ValueError(
+            f"the controller's plan samples with alpha={alpha!r} and beta={beta!r}: expected shares, alpha "
+            "in [0, 1] and beta in (0, 1]"
+        )
+    resolve_estimator(sampling.estimator)
 
 
 def _described(plan: Plan) -> str:

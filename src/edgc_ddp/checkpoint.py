@@ -7,14 +7,14 @@ before :func:`unpack` changes anything, so a damaged or foreign checkpoint leave
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from edgc_ddp.decisions import Layout, MatrixSpec, Plan, Sampling
+from edgc_ddp.decisions import Layout, MatrixSpec, Plan, Sampling, is_controller
 from edgc_ddp.engine import Engine
 from edgc_ddp.memory import Slot
 from edgc_ddp.observer import Observer
@@ -90,7 +90,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _pack_progress(progress: Progress) -> dict[str, Any]:
-    packed = asdict(progress)
+    packed = asdict(replace(progress, history=[]))
     sampling = progress.plan.sampling
     if sampling is not None and callable(sampling.estimator):
         # A function cannot travel; the controller at hand brings it again.
@@ -98,7 +98,7 @@ def _pack_progress(progress: Progress) -> dict[str, Any]:
     # Tuples are leaves to torch's distributed checkpoints, which keep no empty dictionary and make texts of
     # all keys.
     packed["controller_state"] = (packed["controller_state"],)
-    packed["history"] = tuple(packed["history"])
+    packed["history"] = tuple(dict(entry) for entry in progress.history)
     return packed
 
 
@@ -107,6 +107,7 @@ def _pack_slot(slot: Slot) -> dict[str, Any]:
         "numel": slot.numel,
         "sides": list(slot.sides) if slot.sides else None,
         "rank": slot.rank,
+        "itemsize": slot.itemsize,
         "residual": _copy(slot.residual),
         "basis": _copy(slot.basis_NR),
     }
@@ -128,11 +129,25 @@ def progress_of(engine: Engine, packed: Mapping[str, Any]) -> Progress:
     if (sampling := plan.pop("sampling")) is not None:
         sampling = dict(sampling)
         if sampling["estimator"] is None:
-            sampling["estimator"] = getattr(engine.controller, "estimator", "gaussian")
+            sampling["estimator"] = own_estimator(engine.controller)
         sampling = Sampling(**sampling)
     (progress["controller_state"],) = copy.deepcopy(progress["controller_state"])
     progress["history"] = [dict(entry) for entry in progress["history"]]
     return Progress(plan=Plan(**plan, sampling=sampling), **progress)
+
+
+def own_estimator(controller: Any) -> Callable[..., Any] | None:
+    """The function that a controller, or one within it, samples by; None where there is none.
+
+    >>> from edgc_ddp.controllers import EntropyController, Selective
+    >>> own_estimator(Selective(EntropyController(estimator=max))), own_estimator(EntropyController())
+    (<built-in function max>, None)
+    """
+    mine: Callable[..., Any] | str | None = getattr(controller, "estimator", None)
+    if callable(mine):
+        return mine
+    within = vars(controller).values() if hasattr(controller, "__dict__") else ()
+    return next(filter(None, map(own_estimator, filter(is_controller, within))), None)
 
 
 def unpack(engine: Engine, packed: Mapping[str, Any]) -> None:
@@ -160,6 +175,8 @@ def unpack(engine: Engine, packed: Mapping[str, Any]) -> None:
         sides = tuple(entry["sides"]) if entry["sides"] else None
         slot = slots.setdefault(name, Slot(name, entry["numel"], sides))
         slot.numel, slot.sides = entry["numel"], sides
+        # Absent where an earlier version wrote the state; known again when the gradient arrives.
+        slot.itemsize = entry.get("itemsize", slot.itemsize)
         slot.index, slot.rank = index.get(name, -1), entry["rank"]
         slot.residual, slot.basis_NR = _copy(entry["residual"]), _copy(entry["basis"])
         if slot.residual is not None:
@@ -219,7 +236,31 @@ def merge(states: Sequence[Mapping[str, Any]], world_size: int) -> dict[str, Any
             )
             mean = (total / len(states)).to(residuals[0][0].dtype)
         merged["slots"][name] = {**entry, "residual": mean}
+    merged["window"] = _mean_window([state["window"] for state in states])
     return merged
+
+
+def _mean_window(windows: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    """What each new rank has seen of the window: the mean, since sums are read over one another or as means
+    over ranks, and probes, which have signs, add up to that of the average."""
+    known = [window for window in windows if window is not None]
+    if not known:
+        return None
+    first = known[0]
+
+    def mean(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(tensors)).mean(0)
+
+    factors = [window["factors"] for window in known]
+    return {
+        **first,
+        "sums": mean([window["sums"] for window in known]),
+        "curve": mean([window["curve"] for window in known]),
+        "factors": {
+            **first["factors"],
+            **{key: mean([f[key] for f in factors]) for key in ("scalars", "captured", "probes")},
+        },
+    }
 
 
 def _to_scale_of(first: Mapping[str, Any], state: Mapping[str, Any]) -> float:

@@ -54,8 +54,14 @@ class Sampling:
     estimator: str | Callable[..., Any] = "gaussian"
 
     def due(self, step: int) -> bool:
-        """Whether this iteration is one of the ``alpha`` share. Same answer on all ranks."""
-        return math.floor((step + 1) * self.alpha) > math.floor(step * self.alpha)
+        """Whether this iteration is one of the ``alpha`` share. Same answer on all ranks.
+
+        >>> [step for step in range(245, 294) if Sampling(alpha=1 / 49).due(step)]
+        [293]
+        """
+        # A share of 1/49 is a little less in floats, and 294 of them would be 5.99, not 6.
+        share = self.alpha * (1 + 1e-12)
+        return math.floor((step + 1) * share) > math.floor(step * share)
 
 
 @dataclass(frozen=True)
@@ -135,6 +141,11 @@ class Observation:
 
 State = dict[str, Any]
 """A controller's memory: plain values only, since it travels in checkpoints."""
+
+
+def is_controller(given: object) -> bool:
+    """Whether it has what a :class:`Controller` must."""
+    return all(callable(getattr(given, name, None)) for name in ("init", "decide"))
 
 
 class Controller(Protocol):

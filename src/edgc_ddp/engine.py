@@ -82,6 +82,8 @@ class Engine:
         """Whether the next iteration needs nothing that DDP cannot do."""
         self._compressing = False
         """Whether this iteration compresses anything."""
+        self._mean_rank: tuple[Plan | None, float] = (None, 0.0)
+        """A plan, and the mean rank under it: with thousands of matrices it takes a while."""
         self._resting = False
         """Whether this iteration's buckets are averaged as DDP averages them."""
 
@@ -325,6 +327,10 @@ class Engine:
         if self.observer is None:
             self.observer = Observer(layout, lane.device)
         self.observer.reset(plan)
+        ranks = self.effective_ranks()
+        if progress.history and progress.history[-1]["ranks"] == ranks:
+            # Kept once, here and in checkpoints: a long run decides thousands of times.
+            ranks = progress.history[-1]["ranks"]
         progress.history.append(
             {
                 "step": progress.step,
@@ -333,7 +339,7 @@ class Engine:
                 "entropy": progress.entropy,
                 "residual": progress.residual,
                 "span_seconds": progress.span_seconds,
-                "ranks": self.effective_ranks(),
+                "ranks": ranks,
             }
         )
 
@@ -381,5 +387,10 @@ class Engine:
 
     def mean_rank(self) -> float:
         """Mean rank of the matrices that are compressed now; 0 when none is."""
-        ranks = [rank for rank in self.effective_ranks().values() if rank]
-        return sum(ranks) / len(ranks) if ranks else 0.0
+        plan, mean = self._mean_rank
+        if plan is not self.progress.plan or not self.registry.closed:
+            plan = self.progress.plan
+            ranks = [rank for rank in self.effective_ranks().values() if rank]
+            mean = sum(ranks) / len(ranks) if ranks else 0.0
+            self._mean_rank = plan, mean
+        return mean

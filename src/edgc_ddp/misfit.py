@@ -46,6 +46,13 @@ def check(engine: Engine, packed: Mapping[str, Any], world_size: int, rank: int 
     with _damage("progress"):
         progress = progress_of(engine, packed)
         _check_progress(progress, packed)
+    sampling = progress.plan.sampling
+    if sampling is not None and sampling.estimator is None:
+        raise ValueError(
+            "the state samples gradients by a function, which no checkpoint holds, and this run's "
+            f"{type(engine.controller).__name__} has none: give it the function as its attribute "
+            "`estimator`, or start without the state"
+        )
     with _damage("layout"):
         _check_layout(packed, progress.plan)
     with _damage("window"):
@@ -96,6 +103,8 @@ def _check_slot(name: str, entry: Mapping[str, Any]) -> None:
     sides = tuple(entry["sides"]) if entry["sides"] else None
     if not is_count(rank) or rank > (min(sides) if sides else 0):
         raise ValueError(f"the rank of {name!r} is {rank!r}")
+    if (size := entry.get("itemsize", 4)) not in (1, 2, 4, 8):
+        raise ValueError(f"an entry of {name!r} has {size!r} bytes")
     if residual is not None and residual.shape != (entry["numel"],):
         raise ValueError(f"the residual of {name!r} has another size")
     if (basis is None) != (rank == 0):

@@ -41,7 +41,8 @@ class Options:
             ("dense_dtype", DTYPES),
             ("residual_dtype", RESIDUAL_DTYPES),
         ):
-            if (given := getattr(self, name)) not in types:
+            given = getattr(self, name)
+            if not isinstance(given, str) or given not in types:
                 known = ", ".join(map(repr, types))
                 raise ValueError(f"{name}={given!r}: expected one of {known}")
         if not isinstance(self.error_feedback, bool):
@@ -52,7 +53,8 @@ class Options:
                 "what rounding took to be sent later; set error_feedback=True or dense_dtype='fp32'"
             )
         rate = self.min_compression_rate
-        if not isinstance(rate, (int, float)) or not 0 <= rate < math.inf:
+        number = isinstance(rate, int | float) and not isinstance(rate, bool)
+        if not number or not 0 <= rate < math.inf:
             raise ValueError(
                 f"min_compression_rate={rate!r}: expected a number >= 0 (1 = compress whatever gets "
                 "smaller, 0 = compress always)"

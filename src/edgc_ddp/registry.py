@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from edgc_ddp.decisions import Layout
 from edgc_ddp.memory import ParameterMemory, Slot, matrix_shape, stored_shape
@@ -34,6 +35,8 @@ class Registry:
         self._names: dict[int, tuple[Tensor, str]] | None = None
         self._sparse: set[str] = set()
         if model is not None:
+            model = _bare(model)
+            # By names within what DDP wraps.
             ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
             named = [(n, p) for n, p in model.named_parameters() if n not in ignored]
             names = _plain([name for name, _ in named])
@@ -52,7 +55,8 @@ class Registry:
         self.loaded = False
         self.world_size = world_size
         for key, (parameter, slot) in self._by_id.items():
-            fresh = self.memory.slots[slot.name] = Slot(slot.name, slot.numel, slot.sides)
+            fresh = Slot(slot.name, slot.numel, slot.sides, itemsize=slot.itemsize)
+            self.memory.slots[slot.name] = fresh
             self._by_id[key] = (parameter, fresh)
 
     def settle(self) -> torch.device | None:
@@ -114,6 +118,7 @@ class Registry:
                 f"the loaded state is of another model: it has parameter {name!r} as matrix "
                 f"{slot.sides}, this model as {sides}. Load the checkpoint of this model."
             )
+        slot.itemsize = parameter.element_size()
         slot.move_to(parameter.device)
         self._by_id[id(parameter)] = (parameter, slot)
         return slot
@@ -199,6 +204,15 @@ def _sides(parameter: Tensor) -> tuple[int, int] | None:
     if not parameter.dtype.is_floating_point:
         return None
     return matrix_shape(stored_shape(parameter.shape, parameter.stride()))
+
+
+def _bare(model: torch.nn.Module) -> torch.nn.Module:
+    """The module within DDP's and torch.compile's."""
+    inner: object = model
+    while isinstance(inner, torch.nn.Module):
+        wrapped = isinstance(inner, DistributedDataParallel)
+        model, inner = inner, inner.module if wrapped else getattr(inner, "_orig_mod", None)
+    return model
 
 
 def _sparse_ids(model: torch.nn.Module) -> Iterator[int]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from edgc_ddp import checkpoint, misfit
 from edgc_ddp.controllers import EntropyController
-from edgc_ddp.decisions import Controller
+from edgc_ddp.decisions import Controller, is_controller
 from edgc_ddp.engine import Engine
 from edgc_ddp.memory import ParameterMemory
 from edgc_ddp.options import Options
@@ -65,7 +65,7 @@ class EDGCState:
     ) -> None:
         self.controller: Controller = controller if controller is not None else EntropyController()
         given = self.controller
-        if isinstance(given, type) or not callable(getattr(given, "decide", None)):
+        if isinstance(given, type) or not is_controller(given):
             raise ValueError(
                 f"controller={controller!r}: expected an object with init(layout) and decide(state, "
                 "observation, step), for instance edgc_ddp.controllers.FixedRank(16)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from numbers import Integral
 from typing import Any
 
 from edgc_ddp.decisions import Layout, MatrixSpec, Sampling
@@ -20,6 +21,8 @@ def bad_option(option: str, given: object, expected: str, remedy: str) -> ValueE
 def check_count(option: str, value: object, *, least: int = 1, remedy: str) -> None:
     """Raises ValueError unless ``value`` is a whole number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if isinstance(value, Integral) and not isinstance(value, int):
+            remedy = f"write int({option}): checkpoints hold Python's own numbers"
         raise bad_option(option, value, f"a whole number >= {least}", remedy)
 
 
@@ -31,7 +34,8 @@ def check_share(option: str, value: object, *, remedy: str) -> None:
 
 def check_choice(option: str, value: object, choices: Collection[object]) -> None:
     """Raises ValueError unless ``value`` is one of ``choices``."""
-    if value not in choices:
+    # A bool is a number to Python: True would pass for 1.
+    if isinstance(value, bool) or value not in choices:
         names = ", ".join(repr(choice) for choice in choices)
         raise bad_option(option, value, f"one of {names}", "choose one of them")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from edgc_ddp.controllers.options import bad_option
-from edgc_ddp.decisions import Controller, Layout, Observation, Plan, State
+from edgc_ddp.decisions import Controller, Layout, Observation, Plan, State, is_controller
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Selective:
     dense: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if not (hasattr(self.inner, "init") and hasattr(self.inner, "decide")):
+        if isinstance(self.inner, type) or not is_controller(self.inner):
             remedy = "give one, as in Selective(FixedRank(8), dense=('*wte*',))"
             raise bad_option("inner", self.inner, "a controller", remedy)
         for option in ("compress", "dense"):

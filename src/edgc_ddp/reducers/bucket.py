@@ -45,15 +45,15 @@ class Settings:
 
     def compresses(self, slot: Slot) -> bool:
         """Whether factors at the slot's rank, with their flag, take fewer bytes on the wire than the
-        matrix itself would there, by the asked rate."""
-        if slot.rank == 0 or slot.spec is None:
+        matrix itself would there or in its own type, by the asked rate."""
+        if slot.rank == 0 or slot.sides is None:
             return False
-        rows, cols = slot.spec.rows, slot.spec.cols
-        entry, column, whole = self.wire_dtype.itemsize, 0, self.wire_dtype.itemsize
+        entry, column, beside = self.wire_dtype.itemsize, 0, self.wire_dtype.itemsize
         if self.wire_dtype == torch.int8:
-            column, whole = SCALE_BYTES, DENSE_BESIDE_INT8.itemsize
-        factors = slot.rank * ((rows + cols) * entry + 2 * column) + whole
-        return factors * self.min_compression_rate < rows * cols * whole
+            column, beside = SCALE_BYTES, DENSE_BESIDE_INT8.itemsize
+        factors = slot.rank * (sum(slot.sides) * entry + 2 * column) + beside
+        whole = slot.numel * min(beside, slot.itemsize)
+        return factors * self.min_compression_rate < whole
 
     @property
     def channels(self) -> int:

@@ -67,5 +67,5 @@ def reduce_coded(bucket: Bucket, lane: Lane, memory: ParameterMemory, wire: torc
         erase_unused(place, used)
     for item, place in zip((*owing, *others), places, strict=True):
         item.flat.copy_(place)
-    hand_back(bucket, work, owing, ok)
+    hand_back(bucket, work, items, ok)
     return bucket.buffer

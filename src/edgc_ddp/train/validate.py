@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from edgc_ddp import EDGCState
 from edgc_ddp.checkpoint import plain_options
-from edgc_ddp.decisions import Controller
+from edgc_ddp.decisions import Controller, is_controller
 from edgc_ddp.train import checkpoint
 from edgc_ddp.train.model import shapes, skeleton
 from edgc_ddp.train.schema import Config, HookConfig, ParallelConfig
@@ -42,7 +42,7 @@ def make_controller(options: Any, trust: Sequence[str] = ()) -> Controller:
     except InstantiationException as error:
         cause = error.__cause__
         raise ValueError(f"controller: {cause if cause is not None else error}") from error
-    if not (hasattr(controller, "init") and hasattr(controller, "decide")):
+    if not is_controller(controller):
         raise ValueError(
             f"controller._target_={options['_target_']}: gives {type(controller).__name__}, which has "
             "no init(layout) and decide(state, observation, step)"
