@@ -54,12 +54,19 @@ def rows_of(run: Path, kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("command", [[*PYTHON, "nproc=2"], TORCHRUN], ids=["python", "torchrun"])
 def test_both_commands_train_and_leave_one_complete_folder(
-    command: list[str], tmp_path: Path
+    command: list[str],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    temporary = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setenv("TMPDIR", str(temporary))
     summary = summary_of(launch(command, tmp_path, *SHORT))
     run = Path(summary["run"])
     assert [run] == list(tmp_path.glob("outputs/*/*"))
     assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
+    # Nor is anything left in the folder for temporary files.
+    assert command is TORCHRUN or not list(temporary.iterdir())
     assert summary["controller"] == "edgc" and summary["steps"] == 12
     assert summary["world_size"] == 2
     assert 0 < summary["wire_bytes"] < summary["dense_bytes"]
@@ -128,13 +135,17 @@ def test_auto_resume_starts_goes_on_and_tells_the_end_again(tmp_path: Path) -> N
     first = summary_of(launch(PYTHON, tmp_path, *SHORT, *options))
     run = tmp_path / "run"
     assert [row["step"] for row in rows_of(run, "step")] == list(range(12))
-    assert json.loads((run / "environment.json").read_text())["resumed_from"] is None
+    environment = json.loads((run / "environment.json").read_text())
+    assert environment["resumed_from"] is None and first["first_step"] == 0
+    manifest = json.loads((run / "checkpoints/step-00000010/manifest.json").read_text())
+    assert manifest["text"] == f"stdlib {environment['data']['sha256']}"
     again = summary_of(launch(PYTHON, tmp_path, *SHORT, *options))
     assert [row["step"] for row in rows_of(run, "step")] == list(range(12))
     for key in ("val_loss", "final_plan_digest", "wire_bytes"):
         assert again[key] == first[key], key
     longer = summary_of(launch(PYTHON, tmp_path, *SHORT, *options, "train.steps=14"))
     assert [row["step"] for row in rows_of(run, "step")] == list(range(14))
+    assert (again["first_step"], longer["first_step"]) == (12, 12)
     assert longer["wire_bytes"] == first["wire_bytes"] == 0  # one process sends nothing
     shorter = launch(PYTHON, tmp_path, *SHORT, *options, "train.steps=11")
     assert shorter.returncode == 1 and "step 14 of train.steps=11; raise" in shorter.stderr

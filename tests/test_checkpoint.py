@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from edgc_ddp.train import checkpoint
+from edgc_ddp.train.loop import make_optimizer, resume
+from edgc_ddp.train.schema import Config
 
 IDENTITY: dict[str, Any] = {
     "world_size": 1,
@@ -46,6 +49,39 @@ def test_what_was_saved_is_read_back(saved: Path, tmp_path: Path) -> None:
     assert checkpoint.read(saved / checkpoint.hook_file(0))["plan"] == {"a.weight": 2}
     for given in (saved, tmp_path, tmp_path / "checkpoints"):
         assert checkpoint.find(str(given)) == saved
+
+
+def test_another_text_is_refused(tmp_path: Path) -> None:
+    """Without a network the plays are replaced: a run that goes on must not meet that in silence."""
+    folder = checkpoint.save(tmp_path, 5, TRAINING, None, {**IDENTITY, "text": "stdlib 12ab"})
+    # Before the text is read nothing is known of it.
+    assert checkpoint.check(folder, IDENTITY) == 5
+    assert checkpoint.check(folder, {**IDENTITY, "text": "stdlib 12ab"}) == 5
+    with pytest.raises(ValueError, match="text stdlib 12ab, this run .*; set data.source=stdlib"):
+        checkpoint.check(folder, {**IDENTITY, "text": "shakespeare 34cd"})
+
+
+def test_a_resumed_optimizer_has_this_runs_options(tmp_path: Path) -> None:
+    """And the averages of the run before."""
+    made = []
+    for betas, decay in (((0.9, 0.95), 0.1), ((0.5, 0.6), 0.0)):
+        model = torch.nn.ParameterDict({"w": torch.ones(4, 3), "b": torch.ones(4)})
+        config = Config()
+        config.optimizer.betas, config.optimizer.weight_decay = list(betas), decay
+        made.append((model, make_optimizer(model, config)))
+    (model, optimizer), (other, later) = made
+    (model["w"].sum() + model["b"].sum()).backward()
+    optimizer.step()
+    training = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    folder = checkpoint.save(tmp_path, 1, training, None, IDENTITY)
+    run: Any = SimpleNamespace(
+        identity=IDENTITY, pipeline=None, state=None, ddp=SimpleNamespace(module=other)
+    )
+    run.optimizer = later
+    assert resume(run, folder) == 1
+    found = [(group["betas"], group["weight_decay"]) for group in later.param_groups]
+    assert found == [((0.5, 0.6), 0.0)] * 2
+    assert torch.equal(later.state[other["w"]]["exp_avg"], optimizer.state[model["w"]]["exp_avg"])
 
 
 def test_the_newest_two_are_kept(tmp_path: Path) -> None:

@@ -149,6 +149,11 @@ BAD = [
     (["nproc=0"], "nproc=0"),
     (["nproc=many"], "nproc"),
     (["seed=-1"], "seed=-1"),
+    (["seed=9223372036854775808"], "seed=9223372036854775808"),
+    (
+        ["controller=selective", "controller.compress=['block.*']"],
+        "controller.compress='block.*': expected a pattern that matches a matrix",
+    ),
     (["train.steps=0"], "train.steps=0"),
     (["train.batch_size=0"], "train.batch_size=0"),
     (["train.accumulate=0"], "train.accumulate=0"),
@@ -210,17 +215,44 @@ def test_help_shows_groups_and_values(
 def test_a_sweep_under_torchrun_is_refused(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    as_rank(monkeypatch, 0)
     assert run_main(monkeypatch, tmp_path, "-m", "seed=1,2") == 2
     assert "--multirun under torchrun" in capfd.readouterr().err
+
+
+def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """The environment that torchrun gives."""
+    given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    for name, value in (given | {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}).items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_a_rank_of_no_torchrun_is_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Some clusters set it for jobs that start everything themselves."""
+    monkeypatch.setenv("RANK", "0")
+    assert run_main(monkeypatch, tmp_path) == 2
+    said = capfd.readouterr().err
+    assert "RANK=0 is set, but WORLD_SIZE, LOCAL_RANK" in said and said.count("\n") == 1
+
+
+def test_other_ranks_do_not_mind_where_they_are_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a run's own folder, say: theirs is none."""
+    step = tmp_path / "checkpoints" / "step-00000005"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text("{}")
+    as_rank(monkeypatch, 1)
+    monkeypatch.setattr(app, "work", lambda job: None)
+    assert run_main(monkeypatch, tmp_path) == 0
 
 
 def test_only_rank_zero_owns_a_folder_and_speaks(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    as_rank(monkeypatch, 1)
     assert edgc_rank("first", "other") == "other"
     assert run_main(monkeypatch, tmp_path, "train.steps=0") == 2
     assert capfd.readouterr().err == ""

@@ -22,6 +22,8 @@ from edgc_ddp.train.schema import Config, register
 from edgc_ddp.train.worker import Job, work
 
 _GRACE_SECONDS = 5
+_TORCHRUN = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun gives to every rank, besides RANK."""
 USAGE = 2
 """Exit status for a configuration that cannot work."""
 
@@ -40,6 +42,11 @@ def main() -> None:
 @hydra.main(version_base="1.3", config_path="pkg://edgc_ddp.conf", config_name="config")
 def _task(composed: DictConfig) -> None:
     is_rank = "RANK" in os.environ
+    if is_rank and (lacking := [name for name in _TORCHRUN if name not in os.environ]):
+        _refuse(
+            f"RANK={os.environ['RANK']} is set, but {', '.join(lacking)} is not: start it under torchrun, "
+            "or unset RANK to start nproc ranks on this machine"
+        )
     if is_rank and HydraConfig.get().mode == RunMode.MULTIRUN:
         _refuse(
             "--multirun under torchrun: a second run would meet the rendezvous of the first; start "
@@ -49,7 +56,8 @@ def _task(composed: DictConfig) -> None:
         config = settings(composed)
         validate.check(config, int(os.environ["WORLD_SIZE"]) if is_rank else config.nproc)
         folder = HydraConfig.get().runtime.output_dir
-        if config.train.resume is None:
+        # The others' folder is where they were started; rank 0's is the run's.
+        if config.train.resume is None and os.environ.get("RANK", "0") == "0":
             checkpoint.check_unused(Path(folder))
     except (ValueError, OmegaConfBaseException) as error:
         _refuse(_one_line(error))

@@ -162,7 +162,8 @@ def check(folder: Path, identity: Mapping[str, Any]) -> int:
     """The step to go on from. Raises ValueError unless the checkpoint is whole and of this run's kind.
 
     ``identity`` has ``world_size``, ``controller`` (None without a hook), ``parameters`` and, where they
-    matter, ``options`` (the controller's, as texts), ``stages`` and ``pipeline`` (options of ``parallel``).
+    matter, ``options`` (the controller's, as texts), ``stages`` and ``pipeline`` (options of ``parallel``);
+    ``text``, its source and digest, once it has been read.
     """
     manifest = _whole_manifest(folder)
     remedies = {
@@ -180,6 +181,13 @@ def check(folder: Path, identity: Mapping[str, Any]) -> int:
     _check_pipeline(folder, manifest.get("pipeline") or {}, identity.get("pipeline") or {})
     _check_options(folder, manifest.get("options") or {}, identity.get("options") or {})
     _check_parameters(folder, manifest.get("parameters"), identity["parameters"])
+    texts = manifest.get("text"), identity.get("text")
+    if None not in texts and texts[0] != texts[1]:
+        source = str(texts[0]).split()[0]
+        raise ValueError(
+            f"train.resume={folder}: trained on the text {texts[0]}, this run reads {texts[1]}; set "
+            f"data.source={source}, or start a new run (a source that cannot be reached is replaced)"
+        )
     return int(manifest["step"])
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -18,6 +19,12 @@ def launch(work: Callable[[Any], Any], job: Any, nproc: int, program: str) -> An
     ``work`` is a module-level function and ``job`` can be pickled, since they cross processes. Raises
     SystemExit(1) when a rank failed, after its error was printed under the name of ``program``.
     """
+    with tempfile.TemporaryDirectory(prefix="edgc_ddp-") as folder:
+        return _launch(work, job, nproc, program, folder)
+
+
+def _launch(work: Callable[[Any], Any], job: Any, nproc: int, program: str, errors: str) -> Any:
+    """``errors`` is where a rank leaves its last words."""
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -29,6 +36,8 @@ def launch(work: Callable[[Any], Any], job: Any, nproc: int, program: str) -> An
         monitor_interval=0.1,
         start_method="spawn",
         local_addr="127.0.0.1",
+        # torch would make a folder of its own for them, and leave it.
+        logs_specs=DefaultLogsSpecs(log_dir=errors),
     )
     try:
         return elastic_launch(config, work)(job)[0]

@@ -269,7 +269,11 @@ def resume(run: Run, folder: Path) -> int:
     stage = 0 if run.pipeline is None else run.pipeline.stage
     content = checkpoint.read(folder / checkpoint.part_file(stage))
     run.ddp.module.load_state_dict(content["model"])
+    options = [{**group} for group in run.optimizer.param_groups]
     run.optimizer.load_state_dict(content["optimizer"])
+    for group, own in zip(run.optimizer.param_groups, options, strict=True):
+        # This run's options, as its configuration says; the averages are the earlier run's.
+        group.update({name: value for name, value in own.items() if name != "params"})
     if run.pipeline is not None:
         run.pipeline.board.load_state_dict(content["board"])
     if run.state is not None:

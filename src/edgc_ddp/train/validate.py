@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.types import RunMode
@@ -17,6 +18,8 @@ from omegaconf import OmegaConf
 from edgc_ddp import EDGCState
 from edgc_ddp.checkpoint import plain_options
 from edgc_ddp.decisions import Controller, is_controller
+from edgc_ddp.memory import ParameterMemory
+from edgc_ddp.registry import Registry
 from edgc_ddp.train import checkpoint
 from edgc_ddp.train.model import shapes, skeleton
 from edgc_ddp.train.schema import Config, HookConfig, ParallelConfig
@@ -87,6 +90,8 @@ def check(config: Config, world_size: int) -> None:
     _check_learning(config)
     _check_parallel(config, world_size)
     controller = make_controller(config.controller, config.trust)
+    if config.hook.register and config.parallel.pp == 1:
+        _check_names(config, controller, world_size)
     try:
         EDGCState(controller=controller, **hook_options(config.hook)).close()
     except ValueError as error:
@@ -103,6 +108,17 @@ def check(config: Config, world_size: int) -> None:
                 f"train.resume={folder}: has finished step {step} of train.steps={config.train.steps}; "
                 "raise train.steps"
             )
+
+
+def _check_names(config: Config, controller: Controller, world_size: int) -> None:
+    """What a controller says of the model's matrices (patterns of names, say), before a process starts."""
+    model = skeleton(config.model)
+    registry = Registry(model, ParameterMemory(0, torch.float32))
+    registry.slots(list(model.parameters()))
+    try:
+        controller.init(registry.layout(world_size))
+    except ValueError as error:
+        raise ValueError(f"controller.{error}") from error
 
 
 def _check_auto_resume(config: Config) -> None:
@@ -137,6 +153,8 @@ def _check_run(config: Config, world_size: int) -> None:
     train = config.train
     _at_least("nproc", config.nproc, 1, "one process per core or GPU")
     _at_least("seed", config.seed, 0, "any whole number from 0 on")
+    if config.seed >= 2**63:
+        raise ValueError(f"seed={config.seed}: expected less than 2^63; choose a smaller one")
     _at_least("train.steps", train.steps, 1, "the number of optimizer steps")
     _at_least("train.batch_size", train.batch_size, 1, "texts per rank and micro-batch")
     _at_least("train.accumulate", train.accumulate, 1, "1 = a step after every micro-batch")

@@ -134,7 +134,7 @@ def _set_up(job: Job, folder: Path, device: torch.device) -> Run:
         optimizer=make_optimizer(ddp.module, config),
         corpus=corpus,
         state=state,
-        identity=identity(config, controller, world_size),
+        identity={**identity(config, controller, world_size), "text": _name_of(corpus)},
         pipeline=pipeline,
     )
 
@@ -144,11 +144,15 @@ def _load_text(config: Config, rank: int) -> data.Corpus:
         print(f"edgc_ddp.train: {problem}", file=sys.stderr)
     dist.barrier()
     corpus = data.load(config.data)
-    _require_equal("text", f"{corpus.source} {corpus.sha256}")
+    _require_equal("text", _name_of(corpus))
     shortest = min(len(corpus.train), len(corpus.valid))
     if shortest <= config.model.context + 1:
         raise ValueError(f"model.context={config.model.context}: the text has {shortest} bytes")
     return corpus
+
+
+def _name_of(corpus: data.Corpus) -> str:
+    return f"{corpus.source} {corpus.sha256}"
 
 
 def _require_equal(what: str, value: str) -> None:
@@ -175,7 +179,7 @@ def _train(job: Job, run: Run) -> dict[str, Any] | None:
     recorder = Recorder(run.folder if run.rank == 0 else None, first_step, settings.steps)
     try:
         val_loss = train(run, first_step, recorder)
-        summary = _summary(job, run, val_loss, time.perf_counter() - begin)
+        summary = _summary(job, run, val_loss, first_step, time.perf_counter() - begin)
         if run.pipeline is None:
             _require_equal("final plans", summary["final_plan_digest"])
         recorder.write("summary", **summary)
@@ -215,7 +219,10 @@ def _describe(job: Job, run: Run, resumed_from: Path | None) -> None:
     (run.folder / "environment.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
-def _summary(job: Job, run: Run, val_loss: float, seconds: float) -> dict[str, Any]:
+def _summary(
+    job: Job, run: Run, val_loss: float, first_step: int, seconds: float
+) -> dict[str, Any]:
+    """``seconds`` are those of this attempt, which began with ``first_step``."""
     metrics = whole_metrics(run, job.config.train.steps)
     digest, pipeline = metrics["plan_digest"], {}
     if run.pipeline is not None:
@@ -227,6 +234,7 @@ def _summary(job: Job, run: Run, val_loss: float, seconds: float) -> dict[str, A
         "controller": job.controller_name,
         "steps": job.config.train.steps,
         "val_loss": val_loss,
+        "first_step": first_step,
         "seconds": round(seconds, 3),
         "wire_bytes": wire_bytes,
         "dense_bytes": dense_bytes,
