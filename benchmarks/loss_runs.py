@@ -166,13 +166,13 @@ def runs(
     for seed in seeds:
         for contestant in contestants:
             home = out / contestant.name / f"seed-{seed}"
-            if is_kept(home, told_command(contestant, seed, steps, also)):
-                print(f"{home}: kept", flush=True)
-                continue
             began = time.monotonic()
             try:
+                if is_kept(home, told_command(contestant, seed, steps, also)):
+                    print(f"{home}: kept", flush=True)
+                    continue
                 summary = one(contestant, seed, steps, also, home, limit)["summary"]
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:
                 failed.append(f"{home}: {error}")
                 print(failed[-1], file=sys.stderr, flush=True)
                 continue
@@ -192,6 +192,8 @@ def main() -> int:
     parser.add_argument("--also", nargs="*", default=[], help="more overrides, for all contestants")
     parser.add_argument("--limit", type=float, default=1800, help="seconds that one run may take")
     given = parser.parse_args()
+    # Else the ranks of the run under way would be left behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     seeds = [int(seed) for seed in given.seeds.split(",")]
     contestants = select(given.only.split(","))
     failed = runs(contestants, seeds, given.steps, given.also, given.out, given.limit)

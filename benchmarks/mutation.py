@@ -2,7 +2,8 @@
 
     python -m benchmarks.mutation [NAME ...]
 
-Prints one line a mutation: caught, or MISSED; exits 1 when one was missed or did not apply.
+Prints one line a mutation: caught, MISSED, or timed out; exits 1 when one was not caught or did not apply,
+or when a test fails without any.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -184,22 +186,21 @@ MUTATIONS = (
 )
 
 
-def caught(mutation: Mutation, seconds: float = SECONDS) -> bool:
-    """Whether a test fails on a copy of the package that is broken so."""
+CAUGHT, MISSED, TIMED_OUT = "caught", "MISSED", "timed out"
+
+
+def outcome(mutation: Mutation | None, tests: Sequence[str], seconds: float = SECONDS) -> str:
+    """What the tests make of a copy of the package that is broken so; whole without a mutation."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
+        # With its limits of time, and what is left out.
+        shutil.copy(ROOT / "pyproject.toml", copy)
         for part in ("src", "tests"):
             shutil.copytree(
                 ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
             )
-        file = copy / "src" / "edgc_ddp" / mutation.file
-        text = file.read_text()
-        if text.count(mutation.old) != 1:
-            raise ValueError(
-                f"mutation {mutation.name!r}: its text occurs {text.count(mutation.old)} times in "
-                f"{mutation.file}, expected once: adapt it to the code"
-            )
-        file.write_text(text.replace(mutation.old, mutation.new))
+        if mutation is not None:
+            _break(copy, mutation)
         command = [
             sys.executable,
             "-m",
@@ -208,7 +209,7 @@ def caught(mutation: Mutation, seconds: float = SECONDS) -> bool:
             "-x",
             "-p",
             "no:cacheprovider",
-            *mutation.tests,
+            *tests,
         ]
         environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
         try:
@@ -216,21 +217,35 @@ def caught(mutation: Mutation, seconds: float = SECONDS) -> bool:
                 command, cwd=copy / "tests", env=environment, capture_output=True, timeout=seconds
             )
         except subprocess.TimeoutExpired:
-            return True
+            return TIMED_OUT
         if result.returncode not in (0, 1):
             raise RuntimeError(result.stdout.decode()[-2000:] + result.stderr.decode()[-2000:])
-        return result.returncode == 1
+        return CAUGHT if result.returncode == 1 else MISSED
+
+
+def _break(copy: Path, mutation: Mutation) -> None:
+    file = copy / "src" / "edgc_ddp" / mutation.file
+    text = file.read_text()
+    if text.count(mutation.old) != 1:
+        raise ValueError(
+            f"mutation {mutation.name!r}: its text occurs {text.count(mutation.old)} times in "
+            f"{mutation.file}, expected once: adapt it to the code"
+        )
+    file.write_text(text.replace(mutation.old, mutation.new))
 
 
 def main(names: list[str]) -> int:
+    chosen = [mutation for mutation in MUTATIONS if not names or mutation.name in names]
+    tests = sorted({test for mutation in chosen for test in mutation.tests})
+    # Tests that fail anyway would catch everything.
+    if (found := outcome(None, tests, SECONDS * len(tests))) != MISSED:
+        print(f"the whole package: {'a test fails' if found == CAUGHT else found}", flush=True)
+        return 1
     missed = 0
-    for mutation in MUTATIONS:
-        if names and mutation.name not in names:
-            continue
+    for mutation in chosen:
         began = time.monotonic()
-        found = caught(mutation)
-        missed += not found
-        verdict = "caught" if found else "MISSED"
+        verdict = outcome(mutation, mutation.tests)
+        missed += verdict != CAUGHT
         print(f"{verdict}  {mutation.name}  ({time.monotonic() - began:.0f} s)", flush=True)
     return int(missed > 0)
 

@@ -54,7 +54,10 @@ def machine() -> dict[str, Any]:
     model = re.search(r"^model name\s*:\s*(.*)$", info, re.MULTILINE)
     return {
         "cpu": model[1] if model else platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        # Where the system says which of them this process may use.
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

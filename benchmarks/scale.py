@@ -78,7 +78,9 @@ def ground(file: Path | None, parent: Path) -> Ground:
     fitted, errors = validate(points)
     fewest = min(point.hosts for point in points)
     own = [point for point in points if point.hosts == fewest]
-    load = max((point.load for point in own), key=lambda load: load.dense_bytes)
+    # Gradients that were replayed have no computation beside them.
+    trained = [point.load for point in own if point.trained] or [point.load for point in own]
+    load = max(trained, key=lambda load: load.dense_bytes)
     ways = {
         (point.way.wire, point.way.rank): point.way
         for point in reversed(own)

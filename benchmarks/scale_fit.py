@@ -65,6 +65,8 @@ class Point:
     load: Load
     way: Way
     seconds: float
+    trained: bool = True
+    """Whether there was a forward and a backward, not gradients alone."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +136,14 @@ def read(folder: Path) -> list[Point]:
         bits = link.bits_per_second / (hosts if shared else 1)
         rows = summarise(measured["blocks"], link, shared)
         alone = next(row.median_ms for row in rows if row.name == "none") / 1e3
-        load = Load(4.0 * WORKLOADS[config["model"]].numel, alone)
+        workload = WORKLOADS[config["model"]]
+        load, trained = Load(4.0 * workload.numel, alone), workload.batch > 0
         for row in rows:
             if (way := _way(row, hosts)) is not None:
                 seconds = row.median_ms / 1e3
-                points.append(Point(folder.name, hosts, per_core, bits, load, way, seconds))
+                points.append(
+                    Point(folder.name, hosts, per_core, bits, load, way, seconds, trained)
+                )
     return points
 
 

@@ -1,6 +1,6 @@
 """The long part of the reliability tests: many random models, and one long run with faults injected.
 
-    python -m benchmarks.soak [--examples 300] [--steps 10000] [--out benchmarks/results/soak]
+    python -m benchmarks.soak [--examples 300] [--steps 10000] [--out outputs/soak]
 
 Writes ``summary.json`` (what was tried, injected and survived) and exits 1 at the first violation.
 """
@@ -113,7 +113,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--examples", type=int, default=300)
     parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/soak"))
+    parser.add_argument("--out", type=Path, default=Path("outputs/soak"))
     options = parser.parse_args()
     began = time.monotonic()
     pool = Ranks(2)

@@ -174,6 +174,10 @@ def test_the_report_shows_every_rank_and_the_advice() -> None:
     assert "bandwidth 0.1 Gbit/s" in text and "latency 100 us" in text
     assert [line.split()[0] for line in text.splitlines() if line.endswith(" ms")][:1] == ["dense"]
     assert "rank up to 64, wire_dtype=int8" in text and "times as fast" in text
+    assert "Every rank measured, up to 64, averages faster than dense." in text
+    advice = replace(advise(seen, CAPS), break_even=20)
+    slow = tuple(replace(a, seconds=99.0 if a.rank > 20 else a.seconds) for a in seen.averages)
+    assert "at about rank 20." in describe(replace(seen, averages=slow), advice)
 
 
 def composed(folder: Path, *overrides: str) -> Config:
@@ -203,13 +207,31 @@ def test_train_composes_what_is_written(tmp_path: Path) -> None:
 def test_the_next_step_is_for_the_model_that_was_measured(tmp_path: Path) -> None:
     seen = facts(1e8)
     advice = advise(seen, CAPS)
-    assert experiment.command(tmp_path) in experiment.next_step(tmp_path, seen, advice)
+    assert "\npython " + experiment.command(tmp_path) in experiment.next_step(
+        tmp_path, seen, advice
+    )
+    # Started by nproc it would try the advice for a link on one machine.
+    hosts = experiment.next_step(tmp_path, seen, advice, under_torchrun=True)
+    assert "\ntorchrun ... " + experiment.command(tmp_path) in hosts and "python" not in hosts
     mine = replace(seen, model="mine:make", named=False)
     lines = experiment.next_step(tmp_path, mine, advice)
     assert "edgc_ddp.train" not in lines and "bucket_cap_mb=25)" in lines
     assert "EntropyController(r_max=64, r_min=16)" in lines and 'wire_dtype="int8"' in lines
     quick = replace(facts(1e11), model="mine:make", named=False)
     assert "without a hook" in experiment.next_step(tmp_path, quick, advise(quick, CAPS))
+
+
+def test_advice_is_told_though_it_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = facts(1e8)
+    (tmp_path / "doctor").write_text("a file, where a folder is wanted")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "launch", lambda *_: (seen, advise(seen, CAPS)))
+    monkeypatch.setattr(command, "told", lambda answer: answer)
+    assert command.main([]) == 1
+    out, err = capsys.readouterr()
+    assert "rank up to 64, wire_dtype=int8" in out and "give another place" in err
 
 
 def test_train_runs_plain_ddp_when_told_to(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ The run is short and its series are kept in a file, so that several figures shar
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -15,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from edgc_ddp.maths import entropy
 from edgc_ddp.maths.entropy import ESTIMATORS
-from edgc_ddp.train.data import batch, cache_folder, load, prepare
+from edgc_ddp.train.checkpoint import write_atomically
+from edgc_ddp.train.data import Corpus, batch, cache_folder, load, prepare
 from edgc_ddp.train.model import build
 from edgc_ddp.train.schema import DataConfig, ModelConfig
 
@@ -40,42 +43,44 @@ class Run:
     snapshots: tuple[int, ...] = (10, 100, 300, 599)
     """Iterations whose whole gradients are kept."""
 
-    def name(self) -> str:
-        text = json.dumps(asdict(self), sort_keys=True)
-        return f"gradients-{hashlib.sha256(text.encode()).hexdigest()[:12]}.pt"
+    def name(self, text: Corpus) -> str:
+        """The file of its series: another text or another estimator gives others."""
+        told = json.dumps(asdict(self), sort_keys=True) + text.sha256 + inspect.getsource(entropy)
+        return f"gradients-{hashlib.sha256(told.encode()).hexdigest()[:12]}.pt"
 
 
 def series(run: Run) -> dict[str, Any]:
     """``loss`` (S), per beta ``entropy`` (S, matrices; estimator gaussian, each iteration), and
     ``snapshots``: iteration -> name -> gradient. Read from the cache when there."""
     config = DataConfig()
-    path = cache_folder(config) / run.name()
+    prepare(config)
+    text = load(config)
+    path = cache_folder(config) / run.name(text)
     if path.exists():
         kept: dict[str, Any] = torch.load(path, weights_only=True)
         return kept
     print(f"training {run.steps} iterations once; kept in {path}", flush=True)
-    kept = _record(run, config)
+    kept = _record(run, text)
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(kept, path)
+    write_atomically(path, lambda temporary: torch.save(kept, temporary))
     return kept
 
 
-def _record(run: Run, config: DataConfig) -> dict[str, Any]:
+def _record(run: Run, text: Corpus) -> dict[str, Any]:
     estimate = ESTIMATORS["gaussian"]
     losses: list[float] = []
     entropies: dict[float, list[list[float]]] = {beta: [] for beta in BETAS}
     snapshots: dict[int, dict[str, Tensor]] = {}
     names: list[str] = []
-    source = ""
-    for step, loss, gradients, told in _train(run, config):
-        names, source = list(gradients), told
+    for step, loss, gradients in _train(run, text):
+        names = list(gradients)
         losses.append(loss)
         for beta in BETAS:
             entropies[beta].append([float(estimate(g, beta, step)) for g in gradients.values()])
         if step in run.snapshots:
             snapshots[step] = {name: g.clone() for name, g in gradients.items()}
     return {
-        "source": source,
+        "source": text.source,
         "names": names,
         "loss": torch.tensor(losses),
         "entropy": {str(beta): torch.tensor(rows) for beta, rows in entropies.items()},
@@ -83,10 +88,8 @@ def _record(run: Run, config: DataConfig) -> dict[str, Any]:
     }
 
 
-def _train(run: Run, config: DataConfig) -> Iterator[tuple[int, float, dict[str, Tensor], str]]:
+def _train(run: Run, text: Corpus) -> Iterator[tuple[int, float, dict[str, Tensor]]]:
     """Each iteration's loss and the gradients of its matrices, before clipping."""
-    prepare(config)
-    text = load(config)
     sizes = ModelConfig(run.width, run.layers, run.heads, run.context)
     model = build(sizes, run.seed, torch.device("cpu"))
     optimizer = torch.optim.AdamW(
@@ -107,7 +110,7 @@ def _train(run: Run, config: DataConfig) -> Iterator[tuple[int, float, dict[str,
             for name, parameter in model.named_parameters()
             if parameter.dim() == 2 and parameter.grad is not None
         }
-        yield step, loss.item(), gradients, text.source
+        yield step, loss.item(), gradients
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 

@@ -1,6 +1,7 @@
 """``python -m edgc_ddp.doctor``, alone or under torchrun.
 
-Exit status 0 with advice, 1 when a rank failed, 2 with one line that says what is wrong.
+Exit status 0 with advice, 1 when a rank failed or the advice could not be written, 2 with one line that
+says what is wrong with the options.
 """
 
 from __future__ import annotations
@@ -87,11 +88,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     answer = work(asked) if is_rank else launch(work, asked, arguments.nproc, "edgc_ddp.doctor")
     if answer is not None:
         facts, advice = told(answer)
-        if arguments.json is not None:
-            facts.save(arguments.json)
-        path = experiment.write(arguments.out, facts, advice)
-        print(describe(facts, advice))
-        print(f"\nwritten to {path}; {experiment.next_step(arguments.out, facts, advice)}")
+        # First: what was measured for minutes is not lost to a folder that cannot be written to.
+        print(describe(facts, advice), flush=True)
+        try:
+            if arguments.json is not None:
+                facts.save(arguments.json)
+            path = experiment.write(arguments.out, facts, advice)
+        except OSError as error:
+            print(f"{_PROGRAM}: --out or --json: {error}; give another place", file=sys.stderr)
+            return 1
+        then = experiment.next_step(arguments.out, facts, advice, under_torchrun=is_rank)
+        print(f"\nwritten to {path}; {then}")
     return 0
 
 

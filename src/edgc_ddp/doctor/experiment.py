@@ -24,14 +24,19 @@ def write(folder: Path, facts: Facts, advice: Advice) -> Path:
 
 
 def command(folder: Path) -> str:
-    """What trains with it."""
-    return f"python -m edgc_ddp.train --config-dir {shlex.quote(str(folder))} +experiment={NAME}"
+    """What trains with it on this machine; under torchrun, what follows its options there."""
+    return f"-m edgc_ddp.train --config-dir {shlex.quote(str(folder))} +experiment={NAME}"
 
 
-def next_step(folder: Path, facts: Facts, advice: Advice) -> str:
+def next_step(folder: Path, facts: Facts, advice: Advice, under_torchrun: bool = False) -> str:
     """What to do with the advice: a command for a model that train has, else lines for one's own script."""
+    if facts.named and under_torchrun:
+        return (
+            "train with it, on the same hosts and with the same options of torchrun, the file on each:\n"
+            f"torchrun ... {command(folder)}"
+        )
     if facts.named:
-        return f"train with it:\n{command(folder)}"
+        return f"train with it:\npython {command(folder)}"
     setting = advice.setting
     if setting is None:
         return "in your script: DistributedDataParallel without a hook"

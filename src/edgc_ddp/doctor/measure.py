@@ -218,7 +218,7 @@ class Bench:
         finally:
             for contestant in contestants:
                 contestant.close()
-        quarters = [quantiles([*own, own[-1]], n=4, method="inclusive") for own in times]
+        quarters = [_quarters(own) for own in times]
         forward_s, backward_s, *means = self.agreed(
             [median(forwards), median(backwards), *(each for three in quarters for each in three)]
         )
@@ -247,6 +247,17 @@ class Times:
     forward_s: float
     backward_s: float
     steps: tuple[Step, ...]
+
+
+def _quarters(seconds: list[float]) -> list[float]:
+    """Lower quartile, median, upper quartile.
+
+    >>> _quarters([1.0, 2.0, 3.0, 10.0]), _quarters([7.0])
+    ([1.75, 2.5, 4.75], [7.0, 7.0, 7.0])
+    """
+    # One alone has none.
+    known = seconds if len(seconds) > 1 else [*seconds, *seconds]
+    return quantiles(known, n=4, method="inclusive")
 
 
 def _same(task: Task) -> Task:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from edgc_ddp.controllers.bounds import is_slower
 from edgc_ddp.doctor.advise import Advice, Model, Setting
 from edgc_ddp.doctor.facts import Facts
 
@@ -80,10 +81,17 @@ def _advice(facts: Facts, advice: Advice) -> list[str]:
             f"bucket_cap_mb={setting.cap_mb:g}: {_ms(advice.step_s)} a step instead of "
             f"{_ms(advice.plain_s)}, {advice.speed_up:.2f} times as fast"
         )
-    even = f"An average breaks even with dense at rank {advice.break_even}."
+    return [head, f"           because {advice.reason}.", f"           {_even(facts, advice)}"]
+
+
+def _even(facts: Facts, advice: Advice) -> str:
+    """Where an average takes as long as dense."""
+    seen = {average.rank: average.seconds for average in facts.averages}
     if advice.break_even == 0:
-        even = "No rank that bounds allow, 4 or more, averages faster than dense."
-    return [head, f"           because {advice.reason}.", f"           {even}"]
+        return "No rank that bounds allow, 4 or more, averages faster than dense."
+    if not any(is_slower(seen[rank], seen[0]) for rank in seen if rank):
+        return f"Every rank measured, up to {max(seen)}, averages faster than dense."
+    return f"An average breaks even with dense at about rank {advice.break_even}."
 
 
 def _ms(seconds: float) -> str:
