@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -245,7 +244,6 @@ def equal_bytes(folder: Path) -> list[str]:
             | _end(losses, name)
             | {"behind dense": behind.mean, "least": behind.low, "most": behind.high}
             | {"late": late.mean, "late least": late.low, "late most": late.high}
-            | {"step ms": 1000 * median(run.step_seconds for run in runs)}
             | {"beaten by": ", ".join(losses.beaten_by(name)) or NOBODY}
         )
     _write(folder / "equal_bytes.csv", rows)
@@ -276,9 +274,8 @@ def equal_bytes(folder: Path) -> list[str]:
     return [
         *_ground(losses),
         "Share: of dense fp32's bytes. Behind dense: less dense's loss with the same seed. Late: the same "
-        "of the training loss over the last three tenths of the steps, on equal batches. Step ms: median "
-        "on this machine's loopback, compression included; no link. Beaten by: who sent no more bytes and "
-        "ended lower with every seed.",
+        "of the training loss over the last three tenths of the steps, on equal batches. Beaten by: who sent "
+        "no more bytes and ended lower with every seed.",
         "",
         *_table(rows),
     ]
