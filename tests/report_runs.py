@@ -68,6 +68,7 @@ class Recipe:
         wire = dense = 0.0
         measured: dict[str, float | None] = dict.fromkeys(("entropy", "residual", "span_seconds"))
         for step in range(self.steps):
+            decided = []
             if step in plans:
                 at, phase, rank = plans[step]
                 share = 0.25 + 0.4 * step / self.steps - 0.004 * rank if rank else 0.0
@@ -81,10 +82,10 @@ class Recipe:
                     for place, (name, shape) in enumerate(shapes.items())
                 }
                 told = f"entropy {measured['entropy']:.2f}: rank {rank} (step limit 4)"
-                rows.append(
+                decided = [
                     {"kind": "decision", "step": at, "phase": phase, "reason": told, "ranks": ranks}
                     | measured
-                )
+                ]
             dense += 4 * numel
             wire += 4 * sum(rank * sum(s) for s in shapes.values()) if rank else 4 * numel
             loss = self.loss_end + (5.5 - self.loss_end) * math.exp(-6 * step / self.steps)
@@ -104,6 +105,8 @@ class Recipe:
                 }
                 | measured
             )
+            # A step is told of before what was decided at its head.
+            rows += decided
             if self.evals and (step + 1) % (self.steps // self.evals) == 0:
                 rows.append({"kind": "eval", "step": step, "val_loss": loss + 0.05})
         if self.summary:

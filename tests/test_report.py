@@ -16,11 +16,13 @@ from report_runs import Recipe
 
 from edgc_ddp.report.__main__ import main
 from edgc_ddp.report.compare import labels
-from edgc_ddp.report.heatmap import draw_heatmap, rank_table
+from edgc_ddp.report.drawing import MOST_STAGES
+from edgc_ddp.report.heatmap import MOST_MATRICES, draw_heatmap, rank_table
 from edgc_ddp.report.load import Run, load_run
 from edgc_ddp.report.plots import window_savings
 from edgc_ddp.report.stage_table import HEADS
-from edgc_ddp.report.words import in_bytes, sentence
+from edgc_ddp.report.stages import draw_stages
+from edgc_ddp.report.words import in_bytes, key_figures, path_words, sentence
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -277,10 +279,120 @@ def test_resumed_run_replaces_what_it_repeats(tmp_path: Path) -> None:
     assert steps.tolist() == [1, 2, 3, 4] and losses.tolist() == [9, 1, 1, 1]
 
 
+def attempt(
+    steps: range, ranks: dict[int, int], evals: tuple[int, ...] = ()
+) -> list[dict[str, Any]]:
+    """What one attempt at these steps writes, in the order of the training loop."""
+    rows: list[dict[str, Any]] = []
+    for step in steps:
+        rows.append({"kind": "step", "step": step, "seconds": 0.5, "attempt": steps[0]})
+        if step in ranks:
+            plan = {"phase": "compress", "ranks": {"a": ranks[step]}, "attempt": steps[0]}
+            rows.append({"kind": "decision", "step": step, **plan})
+        if step in evals:
+            rows.append({"kind": "eval", "step": step, "val_loss": 2.0, "attempt": steps[0]})
+    return rows
+
+
+def run_of(folder: Path, rows: list[dict[str, Any]]) -> Run:
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return load_run(folder)
+
+
+def steps_of(rows: tuple[dict[str, Any], ...]) -> list[int]:
+    return [row["step"] for row in rows]
+
+
+def test_an_extended_run_is_not_finished_where_it_once_was(tmp_path: Path) -> None:
+    end = {"kind": "summary", "steps": 20, "seconds": 5.0, "val_loss": 1.5}
+    run = run_of(tmp_path, [*attempt(range(20), {}), end, *attempt(range(20, 30), {})])
+    assert run.summary is None and run.steps_done == 30
+    assert sentence(run).startswith("The run has not finished: it made 30 steps in 15.0 s, without")
+    run = run_of(tmp_path, [*load_rows(tmp_path), end | {"steps": 30}])
+    assert run.summary == end | {"steps": 30}
+
+
+def test_steps_and_decisions_of_a_dead_attempt_are_taken_back(tmp_path: Path) -> None:
+    dead = attempt(range(480), {2: 32, 310: 16, 350: 2}, evals=(199, 399))
+    run = run_of(tmp_path, [*dead, *attempt(range(300, 320), {305: 20})])
+    assert (run.steps_done, run.seconds) == (320, 160.0)
+    assert steps_of(run.evals) == [199]
+    run = run_of(tmp_path, [*dead, *attempt(range(300, 360), {305: 20, 345: 12})])
+    assert steps_of(run.decisions) == [2, 305, 345]
+    assert path_words(run) == "32 → 12"
+
+
+def test_an_attempt_takes_back_the_step_it_begins_with_and_none_before(tmp_path: Path) -> None:
+    first = attempt(range(32), {29: 32, 30: 16, 31: 8}, evals=(29, 30))
+    second = attempt(range(30, 31), {30: 4}, evals=(30,))
+    third = attempt(range(31, 33), {32: 2})
+    run = run_of(tmp_path, [*first, *second, *third])
+    assert [(row["step"], row["attempt"]) for row in run.decisions] == [(29, 0), (30, 30), (32, 31)]
+    assert [(row["step"], row["attempt"]) for row in run.evals] == [(29, 0), (30, 30)]
+    assert [row["attempt"] for row in run.steps[28:]] == [0, 0, 30, 31, 31]
+    # The same step once more: a run that was killed in it goes on from the checkpoint before.
+    run = run_of(tmp_path, [*first[:-1], *attempt(range(31, 32), {})])
+    assert steps_of(run.decisions) == [29, 30] and run.steps_done == 32
+
+
+def test_late_news_of_a_stage_belong_to_the_attempt_that_tells_them(tmp_path: Path) -> None:
+    late = {"kind": "decision", "phase": "compress", "stage": 1}
+    told = [late | {"step": step, "ranks": {"a": 8}} for step in (6, 12)]
+    again = [late | {"step": step, "ranks": {"a": 4}} for step in (10, 11)]
+    rows = [*attempt(range(15), {}), *told, *attempt(range(10, 16), {}), *again]
+    (stage,) = run_of(tmp_path, rows).later_stages
+    assert steps_of(stage) == [6, 10, 11]
+    # A decision that was told before its step is no earlier attempt's.
+    early = [late | {"step": 1, "ranks": {"a": 8}}, *attempt(range(3), {})]
+    assert steps_of(run_of(tmp_path, early).later_stages[0]) == [1]
+
+
+def test_an_attempt_without_a_step_ends_the_run_where_it_went_on(tmp_path: Path) -> None:
+    end = {"kind": "summary", "steps": 30, "first_step": 30, "seconds": 5.0}
+    run = run_of(tmp_path, [*attempt(range(48), {20: 8, 30: 4}), end])
+    assert (run.steps_done, run.last_step, steps_of(run.decisions)) == (30, 29, [20])
+
+
+TIMES = {
+    "old": ({}, " in 12.0 s", "12.0 s"),
+    "whole": ({"first_step": 0}, " in 12.0 s", "12.0 s"),
+    "resumed": (
+        {"first_step": 500},
+        ", the last 500 of them in 12.0 s",
+        "12.0 s (last 500 steps)",
+    ),
+    "resumed at its end": ({"first_step": 1000}, "", "–"),
+    "nonsense": ({"first_step": "x"}, " in 12.0 s", "12.0 s"),
+}
+
+
+@pytest.mark.parametrize("told, words, figure", TIMES.values(), ids=TIMES)
+def test_a_time_is_told_with_the_steps_it_is_of(told: Any, words: str, figure: str) -> None:
+    run = Run(Path("r"), summary={"steps": 1000, "seconds": 12.0, **told})
+    assert sentence(run).startswith(f"The run finished 1,000 steps{words}, without a validation")
+    assert key_figures(run)["time"] == figure
+
+
+def test_a_run_that_goes_on_in_another_folder_times_its_own_steps(tmp_path: Path) -> None:
+    run = run_of(tmp_path, attempt(range(500, 600), {}))
+    assert "it made 600 steps, the last 100 of them in 50.0 s" in sentence(run)
+
+
 HOSTILE = {
     "loss": '{"kind": "step", "step": 3, "loss": 1' + "0" * 400 + "}",
     "step": '{"kind": "step", "step": 1e308, "loss": 1}',
     "rank": '{"kind": "decision", "step": 3, "phase": "x", "ranks": {"w": Infinity}}',
+    "whole step": '{"kind": "step", "step": 1' + "0" * 59 + ', "loss": 1}',
+    "whole rank": '{"kind": "decision", "step": 3, "phase": "x", "ranks": {"w": 1'
+    + "0" * 59
+    + ', "v": 3}}',
+    "ranks in a list": '{"kind": "decision", "step": 1, "ranks": [1]}\n'
+    '{"kind": "decision", "step": 2, "ranks": {"w": 4}}',
+    "kind": '{"kind": ["step"], "step": 3}',
+    "number of stages": '{"kind": "step", "step": 3, "stages": 1' + "0" * 59 + "}",
+    "no stages": '{"kind": "summary", "stages": []}',
+    "stages that are none": '{"kind": "summary", "stages": [1]}',
+    "stages without a name": '{"kind": "summary", "stages": [{"finish_seconds": 1}]}',
     "half a letter": '{"kind": "step", "step": 3, "loss": 1, "phase": "\\ud800"}',
 }
 
@@ -291,6 +403,33 @@ def test_what_no_run_has_written_does_not_stop_the_page(tmp_path: Path, line: st
     (tmp_path / "metrics.jsonl").write_text("\n".join([*good, line]) + "\n")
     assert main([str(tmp_path)]) == 0
     assert "<html" in (tmp_path / "report" / "index.html").read_text()
+
+
+def test_numbers_that_no_run_counts_to_are_not_there(tmp_path: Path) -> None:
+    decision = {"kind": "decision", "phase": "compress", "ranks": {"a": 8}}
+    stages = [
+        decision | {"step": 1, "stage": stage} for stage in (0, 1, 1024, 20000, -1, "1", None)
+    ]
+    steps = [decision | {"step": step} for step in (2, 2**53, -1, 3.5, True, None)]
+    run = run_of(tmp_path, [*attempt(range(3), {}), *stages, *steps])
+    assert run.stages == 2 and steps_of(run.decisions) == [1, 2]
+    summary = {"kind": "summary", "steps": 10**59, "stages": [{}] * 1024}
+    run = run_of(tmp_path, [{"kind": "step", "step": 1, "stages": 1024}, summary])
+    assert (run.stages, run.stage_summaries, run.steps_done) == (1, (), 2)
+
+
+def test_only_so_many_stages_are_drawn(tmp_path: Path) -> None:
+    decision = {"kind": "decision", "step": 1, "phase": "compress", "ranks": {"a": 8}}
+    stages = [{"finish_seconds": 0.5, "rank": 8}] * 1023
+    last = decision | {"stage": 1022}
+    run = run_of(
+        tmp_path, [*attempt(range(3), {1: 8}), last, {"kind": "summary", "stages": stages}]
+    )
+    page = report(tmp_path)
+    assert f"Drawn are the first {MOST_STAGES} of 1023 stages." in page.text
+    assert page.text.count("No decision compressed a matrix") == MOST_STAGES - 1
+    assert f"only of the first {MOST_STAGES} stages" in page.text
+    assert draw_stages(run) is not None
 
 
 def test_a_strangers_configuration_shows_nothing_of_the_viewer(
@@ -333,6 +472,18 @@ def test_heat_map_grows_with_the_parameters(tmp_path: Path, layers: int, paramet
     boxes = [label.get_window_extent() for label in figure.axes[1].get_yticklabels()]
     assert len(boxes) == parameters
     assert all(a.y0 >= b.y1 or b.y0 >= a.y1 for a, b in zip(boxes, boxes[1:], strict=False))
+
+
+def test_heat_map_of_thousands_shows_compressed_ones_and_says_so(tmp_path: Path) -> None:
+    ranks = {f"blocks.{place}.w": 8 * (place >= 3500) for place in range(4000)}
+    row = {"kind": "decision", "step": 1, "phase": "compress", "ranks": ranks}
+    run = run_of(tmp_path, [*attempt(range(3), {}), row])
+    labels = [text.get_text() for text in draw_heatmap(run, width=9.0).axes[1].get_yticklabels()]
+    assert (len(labels), labels[0], labels[-1]) == (MOST_MATRICES, "3500.w", "3699.w")
+    assert (
+        f"Drawn are {MOST_MATRICES} of 4,000 matrices, dense ones only where"
+        in report(tmp_path).text
+    )
 
 
 @pytest.mark.parametrize("kind", ["missing", "no metrics", "sweep", "empty"])

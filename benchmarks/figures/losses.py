@@ -274,8 +274,8 @@ def equal_bytes(folder: Path) -> list[str]:
     return [
         *_ground(losses),
         "Share: of dense fp32's bytes. Behind dense: less dense's loss with the same seed. Late: the same "
-        "of the training loss over the last three tenths of the steps, on equal batches. Beaten by: who sent "
-        "no more bytes and ended lower with every seed.",
+        "of the training loss over the last three tenths of the steps, on equal batches. Beaten by: who "
+        "sent no more bytes and ended lower with every seed.",
         "",
         *_table(rows),
     ]

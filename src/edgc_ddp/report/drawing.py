@@ -34,6 +34,8 @@ STYLE: Any = {
 }
 WIDTH, _HEIGHT, _DPI = 9.0, 3.6, 130
 _MOST_POINTS = 4000
+MOST_STAGES = 32
+"""That are drawn. An image of a thousand would be too tall to be made, and a map of each takes a second."""
 
 
 @dataclass(frozen=True)

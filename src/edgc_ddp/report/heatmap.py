@@ -13,9 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from edgc_ddp.report.load import Run, Series, number
+from edgc_ddp.report.load import Run, Series, plan_ranks
 from edgc_ddp.report.phases import BAND_ALPHA, phase_colour, phase_label
 
+MOST_MATRICES = 200
 _LONGEST_LABEL = 44
 _MOST_STEP_LABELS = 14
 _MOST_CELL_NUMBERS = 500
@@ -59,17 +60,29 @@ def rank_table(run: Run) -> tuple[list[str], Series]:
 
     A matrix that a decision does not name is averaged dense.
     """
-    names = list(dict.fromkeys(name for row in run.decisions for name in row.get("ranks") or {}))
-    ranks_MD = np.zeros((len(names), len(run.decisions)))
-    for place, row in enumerate(run.decisions):
-        ranks = row.get("ranks") or {}
-        ranks_MD[:, place] = [max(np.nan_to_num(number(ranks.get(name))), 0.0) for name in names]
+    plans = [plan_ranks(row) for row in run.decisions]
+    names = list(dict.fromkeys(name for ranks in plans for name in ranks))
+    ranks_MD = np.zeros((len(names), len(plans)))
+    for place, ranks in enumerate(plans):
+        ranks_MD[:, place] = [ranks.get(name, 0) for name in names]
     return names, ranks_MD
+
+
+def drawn_part(names: list[str], ranks_MD: Series) -> tuple[list[str], Series]:
+    """The first :data:`MOST_MATRICES`, dense ones only where compressed ones leave room.
+
+    >>> names, ranks_MD = drawn_part([f"m{k}" for k in range(300)], np.arange(300)[:, None] // 299)
+    >>> len(names), names[0], names[-1], ranks_MD.shape
+    (200, 'm0', 'm299', (200, 1))
+    """
+    dense = ~ranks_MD.any(axis=1)
+    kept = np.sort(np.argsort(dense, kind="stable")[:MOST_MATRICES])
+    return [names[place] for place in kept], ranks_MD[kept]
 
 
 def draw_heatmap(run: Run, width: float) -> Figure:
     """The figure, ``width`` inches wide and as tall as its labels need. Some rank must be > 0."""
-    names, ranks_MD = rank_table(run)
+    names, ranks_MD = drawn_part(*rank_table(run))
     rows, columns = ranks_MD.shape
     font = 8.5 if rows <= 60 else 7.0
     row_inches = 0.24 if rows <= 20 else 0.19 if rows <= 60 else 0.145

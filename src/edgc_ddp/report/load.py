@@ -15,9 +15,10 @@ import yaml  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
+from edgc_ddp.report.records import STAGE_LIMIT, STEP_LIMIT, Row, read_rows, standing, whole
+
 METRICS, CONFIG, ENVIRONMENT = "metrics.jsonl", "config.yaml", "environment.json"
 
-Row = dict[str, Any]
 Series = NDArray[np.float64]
 
 
@@ -56,7 +57,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Run:
-    """One run. Rows are in order of their step, one per step, stage and kind, the latest written.
+    """One run. Rows are in order of their step, one per step, stage and kind, those of the attempt that
+    made the step last.
 
     Of a pipeline, a step's bytes are those of one replica, the sum over its stages, and its mean rank is
     over what any stage compresses; its phase, entropy, residual and time of an average are stage 0's.
@@ -79,7 +81,9 @@ class Run:
     def stage_summaries(self) -> tuple[Row, ...]:
         """What the summary tells of each stage of a pipeline; empty without one."""
         told = (self.summary or {}).get("stages")
-        return tuple(row for row in told if isinstance(row, dict)) if isinstance(told, list) else ()
+        if not isinstance(told, list) or len(told) >= STAGE_LIMIT:
+            return ()
+        return tuple(row for row in told if isinstance(row, dict))
 
     @cached_property
     def stages(self) -> int:
@@ -88,9 +92,8 @@ class Run:
         >>> Run(Path("r"), steps=({"step": 1, "stages": 2},)).stages, Run(Path("r")).stages
         (2, 1)
         """
-        told = number(self.steps[-1].get("stages")) if self.steps else math.nan
-        least = int(told) if math.isfinite(told) else 1
-        return max(least, len(self.stage_summaries), 1 + len(self.later_stages))
+        told = whole(self.steps[-1].get("stages"), STAGE_LIMIT) if self.steps else None
+        return max(told or 1, len(self.stage_summaries), 1 + len(self.later_stages))
 
     def of_stage(self, stage: int) -> Run:
         """The run as one stage of its pipeline decided it, without the steps, which are of all stages."""
@@ -164,8 +167,8 @@ class Run:
     @property
     def steps_done(self) -> int:
         """Iterations made. Rows count from 0, so this is one more than the last row's step."""
-        told = number((self.summary or {}).get("steps"))
-        return int(told) if math.isfinite(told) else self.last_step + 1
+        told = whole((self.summary or {}).get("steps"), STEP_LIMIT)
+        return self.last_step + 1 if told is None else told
 
     def total(self, key: str) -> float:
         """A number of the summary, or of the last step that has it; nan without any."""
@@ -186,6 +189,20 @@ class Run:
             return told
         values = self.series("seconds")[1]
         return float(np.nansum(values)) if np.isfinite(values).any() else math.nan
+
+    @property
+    def steps_timed(self) -> int:
+        """How many steps, the last ones, :attr:`seconds` are of: a summary times its own attempt alone.
+
+        >>> Run(Path("r"), summary={"steps": 9, "seconds": 2.5, "first_step": 6}).steps_timed
+        3
+        """
+        summary = self.summary or {}
+        if math.isfinite(number(summary.get("seconds"))):
+            first = whole(summary.get("first_step"), STEP_LIMIT) or 0
+        else:
+            first = self.steps[0]["step"] if self.steps else 0
+        return max(0, self.steps_done - first)
 
     @property
     def saving(self) -> float:
@@ -223,15 +240,24 @@ def column(rows: Sequence[Row], key: str) -> Series:
     return np.array([number(row.get(key)) for row in rows], dtype=np.float64)
 
 
+def plan_ranks(row: Row) -> dict[str, int]:
+    """Rank of every matrix that a decision names; 0 where it is dense or no rank was told.
+
+    >>> plan_ranks({"ranks": {"a": 8, "b": None, "c": 10**59}}), plan_ranks({"ranks": [8]})
+    ({'a': 8, 'b': 0, 'c': 0}, {})
+    """
+    ranks = row.get("ranks")
+    told = {name: number(rank) for name, rank in ranks.items()} if isinstance(ranks, dict) else {}
+    return {name: int(rank) if 0 < rank < STEP_LIMIT else 0 for name, rank in told.items()}
+
+
 def compressed_ranks(row: Row) -> list[int]:
     """Ranks above 0 of a decision, one per compressed matrix.
 
     >>> compressed_ranks({"ranks": {"a": 8, "b": 0, "c": 4}})
     [8, 4]
     """
-    ranks = row.get("ranks")
-    values = ranks.values() if isinstance(ranks, dict) else ()
-    return [int(value) for value in values if number(value) > 0]
+    return [rank for rank in plan_ranks(row).values() if rank]
 
 
 def mean_rank(row: Row) -> float:
@@ -265,8 +291,8 @@ def turning(values: Sequence[float]) -> list[float]:
 def load_run(folder: Path | str) -> Run:
     """Read ``metrics.jsonl``, and where they exist ``config.yaml`` and ``environment.json``.
 
-    Lines that are no JSON (the last one of a killed run) are left out and counted in ``notes``. Of
-    rows with the same kind and step the latest counts, so a resumed run replaces what it repeats.
+    Lines that are no JSON (the last one of a killed run) are left out and counted in ``notes``. What a
+    resumed run has left behind by going on from an earlier step does not count (:func:`standing`).
 
     Raises:
         ValueError: the folder is no run, or its metrics have no readable row yet.
@@ -283,20 +309,20 @@ def load_run(folder: Path | str) -> Run:
     path = folder / METRICS
     if not path.is_file():
         raise ValueError(f"{folder} is no run folder: looked for {path}{_hint(folder)}")
-    rows, notes = _read_rows(path)
+    rows, notes = read_rows(path)
     kinds: dict[str, dict[int, Row]] = {"step": {}, "eval": {}}
     decisions: dict[int, dict[int, Row]] = {0: {}}
     summary: Row | None = None
-    for row in rows:
-        if row.get("kind") == "summary":
+    for row in standing(rows):
+        kind = str(row.get("kind"))
+        if kind == "summary":
             summary = row
-        elif math.isfinite(number(row.get("step"))):
-            if row.get("kind") == "decision":
-                # Later stages are told of late: only the step orders them.
-                stage = int(np.nan_to_num(number(row.get("stage"))))
+        elif kind == "decision":
+            # Later stages are told of late: only the step orders them.
+            if (stage := whole(row.get("stage", 0), STAGE_LIMIT)) is not None:
                 decisions.setdefault(stage, {})[int(row["step"])] = row
-            elif row.get("kind") in kinds:
-                kinds[row["kind"]][int(row["step"])] = row
+        elif kind in kinds:
+            kinds[kind][int(row["step"])] = row
     if summary is None and not any([*kinds.values(), *decisions.values()]):
         raise ValueError(f"{path} has no complete row yet: try again when the run has made a step")
     config, config_notes = _read_mapping(folder / CONFIG)
@@ -327,31 +353,6 @@ def _hint(folder: Path) -> str:
         path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{METRICS}")
     )
     return f"; there are runs in {', '.join(map(str, inner[:3]))}" if inner else ""
-
-
-def _read_rows(path: Path) -> tuple[list[Row], list[str]]:
-    text = path.read_text("utf-8", errors="replace")
-    lines = [line for line in text.split("\n") if line.strip()]
-    rows: list[Row] = []
-    bad: list[int] = []
-    for place, line in enumerate(lines):
-        try:
-            row = json.loads(line)
-            # Half a character can be neither shown nor written.
-            json.dumps(row, ensure_ascii=False).encode()
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        else:
-            bad.append(place)
-    notes = []
-    if bad and bad[-1] == len(lines) - 1:
-        bad.pop()
-        notes.append(f"The last line of {path.name} is incomplete and was left out.")
-    if bad:
-        notes.append(f"{len(bad)} unreadable lines of {path.name} were left out.")
-    return rows, notes
 
 
 def _read_mapping(path: Path) -> tuple[Row | None, list[str]]:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from edgc_ddp.report.drawing import Picture
-from edgc_ddp.report.load import Row, Run, number
+from edgc_ddp.report.load import Run, number
 from edgc_ddp.report.phases import phase_label
 from edgc_ddp.report.plots import pictures
+from edgc_ddp.report.records import Row
 from edgc_ddp.report.stage_table import HEADS, stage_rows
 from edgc_ddp.report.words import digits, flat, key_figures, rank_words, sentence
 

@@ -17,6 +17,7 @@ from edgc_ddp.report.drawing import (
     BLACK,
     BLUE,
     GREEN,
+    MOST_STAGES,
     STYLE,
     VERMILLION,
     WIDTH,
@@ -31,7 +32,7 @@ from edgc_ddp.report.drawing import (
     thin,
     to_png,
 )
-from edgc_ddp.report.heatmap import draw_heatmap
+from edgc_ddp.report.heatmap import MOST_MATRICES, draw_heatmap, rank_table
 from edgc_ddp.report.load import Run, Series, compressed_ranks, mean_rank, number
 from edgc_ddp.report.phases import BAND_ALPHA, phase_colour, phase_label
 from edgc_ddp.report.stages import draw_stages
@@ -50,7 +51,7 @@ def pictures(run: Run) -> tuple[list[Picture], list[str]]:
                 drawn.append(result)
             else:
                 missing.append(result)
-        for stage in range(1, run.stages):
+        for stage in range(1, min(run.stages, MOST_STAGES)):
             result = _heat(run.of_stage(stage))
             if isinstance(result, Picture):
                 drawn.append(
@@ -60,6 +61,8 @@ def pictures(run: Run) -> tuple[list[Picture], list[str]]:
                 )
             else:
                 missing.append(f"Stage {stage}: {result}")
+        if run.stages > MOST_STAGES:
+            missing.append(f"Maps of ranks by parameter: only of the first {MOST_STAGES} stages.")
         # A run without a pipeline misses nothing.
         if (stages := draw_stages(run)) is not None:
             drawn.append(stages)
@@ -285,6 +288,11 @@ def _heat(run: Run) -> Picture | str:
         "Rank of every matrix after each decision. Columns are decisions, so they are not "
         "to scale in time; the strip on top is the phase. Hatched: averaged dense."
     )
+    if (of := len(rank_table(run)[0])) > MOST_MATRICES:
+        told += (
+            f" Drawn are {MOST_MATRICES} of {of:,} matrices, dense ones only where compressed ones "
+            "left room."
+        )
     return Picture("ranks", "Rank by parameter", told, to_png(figure))
 
 

@@ -12,7 +12,16 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from edgc_ddp.report.drawing import BLUE, GREEN, ORANGE, WIDTH, Picture, legend_below, to_png
+from edgc_ddp.report.drawing import (
+    BLUE,
+    GREEN,
+    MOST_STAGES,
+    ORANGE,
+    WIDTH,
+    Picture,
+    legend_below,
+    to_png,
+)
 from edgc_ddp.report.load import Run, number
 
 _IDLE = "#d9d9d9"
@@ -33,10 +42,9 @@ def time_line(stage: Mapping[str, Any], end: float) -> tuple[float, float, float
 
 def draw_stages(run: Run) -> Picture | None:
     """Time line and residual of every stage; None when the run had no pipeline or was not timed."""
-    stages = run.summary.get("stages") if run.summary else None
-    if not isinstance(stages, list) or not all(
-        math.isfinite(number(stage.get("finish_seconds"))) for stage in stages
-    ):
+    stages = run.stage_summaries[:MOST_STAGES]
+    timed = [math.isfinite(number(stage.get("finish_seconds"))) for stage in stages]
+    if not stages or not all(timed):
         return None
     figure = Figure(figsize=(WIDTH, 1.6 + 0.5 * len(stages)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -49,6 +57,8 @@ def draw_stages(run: Run) -> Picture | None:
         "How a step passes on each pipeline stage (medians of the last window; rank 0 is dense), and "
         "the share of the gradient's energy that stayed behind there."
     )
+    if len(stages) < len(run.stage_summaries):
+        told += f" Drawn are the first {len(stages)} of {len(run.stage_summaries)} stages."
     return Picture("stages", "Pipeline stages", told, to_png(figure))
 
 
@@ -60,7 +70,9 @@ def _draw_times(axis: Axes, stages: Sequence[Mapping[str, Any]]) -> None:
     for part, colour in zip(parts.T, (BLUE, ORANGE, _IDLE), strict=True):
         axis.barh(places, part, left=before, color=colour, height=0.6)
         before = before + part
-    axis.set_yticks(places, [f"stage {s['stage']}, rank {s['rank']}" for s in stages])
+    ranks = [number(stage.get("rank")) for stage in stages]
+    told = [f", rank {rank:g}" if math.isfinite(rank) else "" for rank in ranks]
+    axis.set_yticks(places, [f"stage {place}{rank}" for place, rank in enumerate(told)])
     axis.invert_yaxis()
     axis.set_xlabel("time from the step's begin (ms)")
 

@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 from edgc_ddp.report.drawing import byte_unit
-from edgc_ddp.report.load import Row, Run, compressed_ranks, mean_rank, number
+from edgc_ddp.report.load import Run, compressed_ranks, mean_rank, number
+from edgc_ddp.report.records import Row
 
 UNKNOWN = "–"
 
@@ -116,7 +117,7 @@ def _count(number: int, thing: str) -> str:
 def sentence(run: Run) -> str:
     """The whole run in one sentence."""
     planned = number(run.setting("train.steps"))
-    took = f" in {duration(run.seconds)}" if math.isfinite(run.seconds) else ""
+    took = _took(run)
     if run.summary is not None:
         text = f"The run finished {_count(run.steps_done, 'step')}{took}"
     else:
@@ -131,6 +132,32 @@ def sentence(run: Run) -> str:
     else:
         text += ", without a validation loss"
     return f"{text}; {_traffic(run)}; {_ranks(run)}."
+
+
+def _took(run: Run) -> str:
+    if time_words(run) == UNKNOWN:
+        return ""
+    timed = run.steps_timed
+    which = f", the last {timed:,} of them" if timed < run.steps_done else ""
+    return f"{which} in {duration(run.seconds)}"
+
+
+def time_words(run: Run) -> str:
+    """Wall time, and which steps it is of when a resumed run knows no other.
+
+    >>> from pathlib import Path
+    >>> summary = {"steps": 9000, "seconds": 252, "first_step": 6000}
+    >>> time_words(Run(Path("r"), summary=summary))
+    '4 min 12 s (last 3,000 steps)'
+    >>> time_words(Run(Path("r"), summary={**summary, "first_step": 9000}))
+    '–'
+    """
+    timed = run.steps_timed
+    # An attempt that went on from the last step has trained nothing.
+    if not (timed and math.isfinite(run.seconds)):
+        return UNKNOWN
+    which = f" (last {_count(timed, 'step')})" if timed < run.steps_done else ""
+    return f"{duration(run.seconds)}{which}"
 
 
 def sender(run: Run) -> str:
@@ -202,7 +229,7 @@ def key_figures(run: Run) -> dict[str, str]:
         "steps": f"{run.steps_done:,}{of}",
         "validation loss (nats per byte)": loss_words(run.val_loss),
         "last training loss (nats per byte)": loss_words(last),
-        "time": duration(run.seconds),
+        "time": time_words(run),
         f"bytes sent per {per}": in_bytes(run.total("wire_bytes")),
         "bytes of plain DDP": in_bytes(run.total("dense_bytes")),
         "times fewer bytes": digits(run.saving),
