@@ -201,6 +201,14 @@ def test_bad_input_is_refused_in_one_line_that_names_it(
     assert named in err
 
 
+def test_pipelines_of_an_old_torch_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.6.0+cu124")
+    assert run_main(monkeypatch, tmp_path, "parallel=pipeline") == 2
+    assert "parallel.pp=2: torch 2.6.0+cu124 has no pipelines that run" in capfd.readouterr().err
+
+
 def test_help_shows_groups_and_values(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -331,7 +331,7 @@ def test_an_attempt_takes_back_the_step_it_begins_with_and_none_before(tmp_path:
     assert [(row["step"], row["attempt"]) for row in run.evals] == [(29, 0), (30, 30)]
     assert [row["attempt"] for row in run.steps[28:]] == [0, 0, 30, 31, 31]
     # The same step once more: a run that was killed in it goes on from the checkpoint before.
-    run = run_of(tmp_path, [*first[:-1], *attempt(range(31, 32), {})])
+    run = run_of(tmp_path, [*first, *attempt(range(31, 32), {})])
     assert steps_of(run.decisions) == [29, 30] and run.steps_done == 32
 
 

@@ -14,6 +14,7 @@ from ranks import Ranks
 from torch.nn.parallel import DistributedDataParallel
 
 from edgc_ddp.train import app, worker
+from edgc_ddp.train.record import Recorder
 
 Pools = Callable[[int], Ranks]
 SHORT = [
@@ -68,3 +69,15 @@ def threads_on_unlike_machines(rank: int, world: int) -> int:
 
 def test_all_ranks_take_as_many_threads(ranks: Pools) -> None:
     assert ranks(3)(threads_on_unlike_machines) == [4, 4, 4]
+
+
+def test_a_row_behind_half_a_line_is_a_row(tmp_path: Path) -> None:
+    """What a killed attempt left at its end would take the next attempt's first row with it."""
+    for _ in range(2):
+        recorder = Recorder(tmp_path, 0, 2)
+        recorder.write("step", step=0)
+        recorder.close()
+        with (tmp_path / "metrics.jsonl").open("a") as rows:
+            rows.write('{"kind": "st')
+    lines = (tmp_path / "metrics.jsonl").read_text().split("\n")
+    assert lines == ['{"kind": "step", "step": 0}', '{"kind": "st'] * 2

@@ -7,7 +7,6 @@ what stages share (the tied weight, the gradient's norm) is settled over the pip
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Mapping
 from dataclasses import astuple
 from typing import Any
@@ -102,12 +101,9 @@ class Pipeline:
             clock=self.clock,
         )
         # The loss is divided, not the gradient afterwards: the hook sees what it would see without stages.
-        schedule = SCHEDULES[parallel.schedule]
-        options: dict[str, Any] = {}
-        if "scale_grads" in inspect.signature(schedule).parameters:
-            # torch 2.6 leaves gradients alone and has no such option.
-            options["scale_grads"] = False
-        return schedule(stage, parallel.microbatches, loss_fn=self._part_of_loss, **options)
+        return SCHEDULES[parallel.schedule](
+            stage, parallel.microbatches, loss_fn=self._part_of_loss, scale_grads=False
+        )
 
     def _part_of_loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         loss = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())

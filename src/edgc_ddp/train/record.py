@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from tqdm import tqdm
@@ -37,7 +37,7 @@ class Recorder:
     """Writes one run's records. Rank 0 makes one; ``folder`` None (all other ranks) writes nothing."""
 
     def __init__(self, folder: Path | None, first_step: int, steps: int) -> None:
-        self._rows = None if folder is None else (folder / "metrics.jsonl").open("a", buffering=1)
+        self._rows = None if folder is None else _opened(folder / "metrics.jsonl")
         self._board = None if folder is None else _tensorboard(folder)
         self._bar: tqdm[Any] | None = None
         if folder is not None:
@@ -103,6 +103,15 @@ def bytes_saved_ratio(wire_bytes: float, dense_bytes: float) -> float:
     (0.75, 0.0)
     """
     return 1 - wire_bytes / dense_bytes if dense_bytes else 0.0
+
+
+def _opened(path: Path) -> TextIO:
+    """The file, to append lines to. Where a killed attempt left half of one, that ends here."""
+    torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+    rows = path.open("a", buffering=1)
+    if torn:
+        rows.write("\n")
+    return rows
 
 
 def _tensorboard(folder: Path) -> Any:

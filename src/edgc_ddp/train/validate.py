@@ -14,6 +14,7 @@ from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from torch.torch_version import TorchVersion
 
 from edgc_ddp import EDGCState
 from edgc_ddp.checkpoint import plain_options
@@ -193,6 +194,11 @@ def _check_parallel(config: Config, world_size: int) -> None:
         )
     if pp == 1:
         return
+    if TorchVersion(torch.__version__) < "2.7":
+        raise ValueError(
+            f"parallel.pp={pp}: torch {torch.__version__} has no pipelines that run here; install a newer "
+            "one (2.13 is tested), or set parallel.pp=1"
+        )
     if pp > layers:
         raise ValueError(
             f"parallel.pp={pp}: model.layers={layers} blocks cannot fill so many stages; lower "
