@@ -31,6 +31,7 @@ def whole(packed: Mapping[str, Any]) -> dict[str, Any]:
 def pack(engine: Engine, world_size: int, rank: int | None) -> dict[str, Any]:
     """This rank's state. Tensors are copies, so training may go on. ``world_size`` 0 and ``rank`` None say
     that they are not known: then those of a state loaded before count, or of when ranks last met."""
+    engine.end_gathered()
     observer, layout = engine.observer, engine.layout
     engine.memory.free_sent()
     return {
@@ -43,6 +44,7 @@ def pack(engine: Engine, world_size: int, rank: int | None) -> dict[str, Any]:
         "progress": _pack_progress(engine.progress),
         "slots": {slot.name: _pack_slot(slot) for slot in engine.memory.slots.values()},
         "buckets": engine.registry.buckets(),
+        "unseen": engine.registry.unseen(),
         "loss_scale": engine.loss_scale,
         "window": None if observer is None else observer.state_dict(engine.spans()),
     }
@@ -158,14 +160,9 @@ def unpack(engine: Engine, packed: Mapping[str, Any]) -> None:
     engine.close()
     # What is known of the residuals at hand says nothing of those to come.
     engine.memory.free_sent()
-    engine.progress = progress_of(engine, packed)
-    # That of the coming backward, which may be another than the residuals are under.
-    engine.loss_scale = packed.get("loss_scale", engine.progress.loss_scale)
-    engine.origin, engine.rank = packed.get("rank"), None
-    engine.may_rest = False
-    # Nothing is decided before there is a window.
-    decided = packed["window"] is not None
-    engine.layout = layout_of(packed) if decided else None
+    engine.forget_iteration()
+    # Whoever asks for metrics meanwhile, in a handler say, is told of no plan: that comes last.
+    engine.layout = None
     index = {entry[0]: place for place, entry in enumerate(packed["layout"])}
     slots = engine.memory.slots
     for name in set(slots) - set(packed["slots"]):
@@ -186,10 +183,17 @@ def unpack(engine: Engine, packed: Mapping[str, Any]) -> None:
     else:
         engine.registry.begin_again(packed["world_size"])
     device = engine.registry.settle()
-    engine.observer = None
-    if engine.layout is not None:
-        engine.observer = Observer(engine.layout, device or packed["window"]["sums"].device)
+    layout = engine.observer = None
+    # Nothing is decided before there is a window.
+    if packed["window"] is not None:
+        layout = layout_of(packed)
+        engine.observer = Observer(layout, device or packed["window"]["sums"].device)
         engine.observer.load_state_dict(packed["window"])
+    engine.progress = progress_of(engine, packed)
+    # That of the coming backward, which may be another than the residuals are under.
+    engine.loss_scale = packed.get("loss_scale", engine.progress.loss_scale)
+    engine.origin, engine.rank = packed.get("rank"), None
+    engine.layout = layout
 
 
 def merge(states: Sequence[Mapping[str, Any]], world_size: int) -> dict[str, Any]:

@@ -7,7 +7,6 @@ the head of an iteration is in force before that iteration's first bucket is com
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import weakref
 from typing import Any
@@ -45,8 +44,6 @@ from edgc_ddp.reducers.low_rank import reduce_low_rank
 from edgc_ddp.reducers.sparse import reduce_sparse
 from edgc_ddp.registry import Registry
 
-_LOG = logging.getLogger("edgc_ddp")
-
 
 class Engine:
     """The moving part of one :class:`edgc_ddp.EDGCState`."""
@@ -78,12 +75,14 @@ class Engine:
         self._began: Mark | None = None
         self._started = self._finished = 0
         self._last_started = False
+        self._is_unended = False
+        """Whether DDP called no bucket of the iteration under way its last."""
         self.may_rest = False
         """Whether the next iteration needs nothing that DDP cannot do."""
-        self._compressing = False
-        """Whether this iteration compresses anything."""
-        self._mean_rank: tuple[Plan | None, float] = (None, 0.0)
-        """A plan, and the mean rank under it: with thousands of matrices it takes a while."""
+        self._ranked: Plan | None = None
+        self._mean_rank = 0.0
+        """That of the plan ``_ranked``: with thousands of matrices it takes a while. Written by the lane
+        alone, since whoever asks for metrics may ask while a state is loaded."""
         self._resting = False
         """Whether this iteration's buckets are averaged as DDP averages them."""
 
@@ -94,16 +93,21 @@ class Engine:
         if buffer.is_complex():
             # Only the zeros that stand for a rank which has joined come so.
             buffer = torch.view_as_real(buffer).flatten()
+        met = bucket.parameters()
         first, last = bucket.index() == 0, bucket.is_last()
+        if first and self.registry.goes_on(met):
+            # Of a static graph's first iteration DDP may call all buckets its first, and none its last.
+            first, self._is_unended = False, True
         lane = self._lane_for(buffer.device, first)
         if first:
             # DDP has waited for the last iteration's buckets, unless its backward raised. Behind those of
             # such a one ranks would begin at different times, and count what is owed differently.
             lane.drain()
+            self.end_gathered()
             self.registry.begin_iteration()
             self._resting = self.may_rest
         # Slots that a checkpoint brought are met with in the first iteration.
-        met, closed = bucket.parameters(), self.registry.closed
+        closed = self.registry.closed
         view = Bucket(buffer, self.registry.slots(met, buffer.is_sparse))
         if not closed:
             lane.adopt(tensor for slot in view.slots for tensor in slot.tensors())
@@ -115,6 +119,17 @@ class Engine:
             scale = self.loss_scale
             return lane.submit(lambda: self._average(view, lane, began, last, scale))
         return lane.submit(lambda: self._average(view, lane, began, last))
+
+    def forget_iteration(self) -> None:
+        """Another state takes this one's place: what was under way says nothing of it."""
+        self._is_unended = self.may_rest = False
+
+    def end_gathered(self) -> None:
+        """Count an iteration of which no bucket was called the last, once its buckets are done."""
+        if self._is_unended and self._lane is not None:
+            self._is_unended = False
+            self._lane.drain()
+            self._end_iteration(self._lane, timed=False)
 
     def _lane_for(self, device: torch.device, first: bool) -> Lane:
         """The lane that is open, or a new one: collective, as ranks come to it at the same bucket."""
@@ -186,6 +201,7 @@ class Engine:
 
     def _portable(self) -> dict[str, Any]:
         """Everything but the lane, which a copy opens for itself."""
+        self.end_gathered()
         observer = copy.copy(self.observer)
         if observer is not None:
             observer.spans = list(self.spans())
@@ -254,7 +270,7 @@ class Engine:
         if any(self.settings.compresses(slot) for slot in bucket.slots):
             return True
         small = all(slot.rank or slot.spec is None for slot in bucket.slots)
-        return self._compressing and small and bucket.buffer.numel() > 0
+        return self._mean_rank > 0 and small and bucket.buffer.numel() > 0
 
     def _begin_iteration(self, lane: Lane, began: Mark) -> None:
         self._began = began
@@ -264,7 +280,8 @@ class Engine:
         if self.progress.step >= self.progress.plan.until:
             self._decide(lane)
         self.may_rest = self._rests()
-        self._compressing = self.mean_rank() > 0
+        if self._ranked is not self.progress.plan or not self.registry.closed:
+            self._ranked, self._mean_rank = self.progress.plan, self.mean_rank()
 
     def _follow(self, loss_scale: float) -> None:
         """Residuals are gradients under the loss scale of their time: bring them to this one."""
@@ -272,16 +289,16 @@ class Engine:
         if before is not None and before != loss_scale:
             self.memory.rescale(loss_scale / before)
 
-    def _end_iteration(self, lane: Lane) -> None:
+    def _end_iteration(self, lane: Lane, timed: bool = True) -> None:
         progress = self.progress
         if self.observer is not None:
             assert self._began is not None
-            if progress.plan.until < FOREVER:
+            if timed and progress.plan.until < FOREVER:
                 # Nobody will ask for the others, and they would pile up.
                 self.observer.spans.append((self._began, lane.mark()))
             self.observer.steps += 1
-        if rank := self.mean_rank():
-            progress.rank_sum += rank
+        if self._mean_rank:
+            progress.rank_sum += self._mean_rank
             progress.compressed_steps += 1
         progress.step += 1
         self.registry.closed = True
@@ -322,36 +339,13 @@ class Engine:
         for matrix in layout.matrices:
             slot = self.memory.slots[matrix.name]
             self.memory.set_rank(slot, plan.ranks[matrix.name], lane.device)
-        self._tell(lane, plan)
+        if lane.rank == 0:
+            progress.announce(plan)
         progress.plan = plan
         if self.observer is None:
             self.observer = Observer(layout, lane.device)
         self.observer.reset(plan)
-        ranks = self.effective_ranks()
-        if progress.history and progress.history[-1]["ranks"] == ranks:
-            # Kept once, here and in checkpoints: a long run decides thousands of times.
-            ranks = progress.history[-1]["ranks"]
-        progress.history.append(
-            {
-                "step": progress.step,
-                "phase": plan.phase,
-                "reason": plan.reason,
-                "entropy": progress.entropy,
-                "residual": progress.residual,
-                "span_seconds": progress.span_seconds,
-                "ranks": ranks,
-            }
-        )
-
-    def _tell(self, lane: Lane, plan: Plan) -> None:
-        """One line in the log, of rank 0, when the phase changes."""
-        before = self.progress.plan.phase
-        if lane.rank == 0 and plan.phase != before:
-            # Compression was hoped for, or this would have been said from the start.
-            given_up = plan.phase == "dense" and before != "start"
-            text = "iteration %d: phase %s after %s: %s"
-            level = logging.WARNING if given_up else logging.INFO
-            _LOG.log(level, text, self.progress.step, plan.phase, before, plan.reason)
+        progress.keep_decision(self.effective_ranks())
 
     def _observe(self, lane: Lane) -> Observation | None:
         observer, progress = self.observer, self.progress
@@ -380,17 +374,14 @@ class Engine:
 
     def effective_ranks(self) -> dict[str, int]:
         """The rank in force for every matrix; 0 where it is averaged dense."""
-        if self.layout is None:
+        # Once: a handler or another thread may ask while a state is loaded.
+        layout = self.layout
+        if layout is None:
             return {}
-        slots = (self.memory.slots[matrix.name] for matrix in self.layout.matrices)
+        slots = (self.memory.slots[matrix.name] for matrix in layout.matrices)
         return {s.name: s.rank if self.settings.compresses(s) else 0 for s in slots}
 
     def mean_rank(self) -> float:
         """Mean rank of the matrices that are compressed now; 0 when none is."""
-        plan, mean = self._mean_rank
-        if plan is not self.progress.plan or not self.registry.closed:
-            plan = self.progress.plan
-            ranks = [rank for rank in self.effective_ranks().values() if rank]
-            mean = sum(ranks) / len(ranks) if ranks else 0.0
-            self._mean_rank = plan, mean
-        return mean
+        ranks = [rank for rank in self.effective_ranks().values() if rank]
+        return sum(ranks) / len(ranks) if ranks else 0.0

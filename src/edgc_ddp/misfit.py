@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ def check(engine: Engine, packed: Mapping[str, Any], world_size: int, rank: int 
         for name, entry in packed["slots"].items():
             _check_slot(name, entry)
     if packed["slots"]:
-        _check_model(engine, packed["slots"])
+        _check_model(engine, packed["slots"], packed.get("unseen", ()))
     _check_feedback(engine, packed["slots"])
     with _damage("progress"):
         progress = progress_of(engine, packed)
@@ -77,6 +77,9 @@ def _check_origin(packed: Mapping[str, Any]) -> None:
         raise ValueError(f"rank {rank!r} of {size!r}")
     if not isinstance(buckets, list) or not all(is_count(count) for count in buckets):
         raise ValueError(f"its buckets are {buckets!r}")
+    unseen = packed.get("unseen", [])
+    if not isinstance(unseen, list) or not all(isinstance(name, str) for name in unseen):
+        raise ValueError(f"its parameters that were not averaged are {unseen!r}")
     if not (options is None or isinstance(options, Mapping)):
         raise ValueError(f"its controller's options are {options!r}")
 
@@ -118,10 +121,14 @@ def _check_slot(name: str, entry: Mapping[str, Any]) -> None:
             raise ValueError(f"the {what} of {name!r} is not made of finite numbers")
 
 
-def _check_model(engine: Engine, slots: Mapping[str, Any]) -> None:
+def _check_model(engine: Engine, slots: Mapping[str, Any], unseen: Sequence[str]) -> None:
     expected = engine.registry.expected()
     if expected is None:
         return
+    # DDP has not brought them then. Should it now, the first bucket says so.
+    expected = {
+        name: sizes for name, sizes in expected.items() if name in slots or name not in unseen
+    }
     if odd := sorted(set(expected) ^ set(slots)):
         if engine.registry.is_frozen(odd[0]):
             raise ValueError(

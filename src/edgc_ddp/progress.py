@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from edgc_ddp.decisions import Plan, State
+
+_LOG = logging.getLogger("edgc_ddp")
 
 
 @dataclass
@@ -29,3 +32,30 @@ class Progress:
     loss_scale: float | None = None
     """The loss scale that the residuals are under; None when nobody has told."""
     history: list[dict[str, Any]] = field(default_factory=list)
+
+    def announce(self, plan: Plan) -> None:
+        """One line in the log where the next plan is of another phase."""
+        before = self.plan.phase
+        if plan.phase != before:
+            # Compression was hoped for, or this would have been said from the start.
+            given_up = plan.phase == "dense" and before != "start"
+            text = "iteration %d: phase %s after %s: %s"
+            level = logging.WARNING if given_up else logging.INFO
+            _LOG.log(level, text, self.step, plan.phase, before, plan.reason)
+
+    def keep_decision(self, ranks: dict[str, int]) -> None:
+        """Add the plan in force, with these ranks, to the history."""
+        if self.history and self.history[-1]["ranks"] == ranks:
+            # Kept once, here and in checkpoints: a long run decides thousands of times.
+            ranks = self.history[-1]["ranks"]
+        self.history.append(
+            {
+                "step": self.step,
+                "phase": self.plan.phase,
+                "reason": self.plan.reason,
+                "entropy": self.entropy,
+                "residual": self.residual,
+                "span_seconds": self.span_seconds,
+                "ranks": ranks,
+            }
+        )

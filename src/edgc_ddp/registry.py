@@ -27,6 +27,8 @@ class Registry:
         """Whether the slots came from a checkpoint."""
         self.first_buckets: list[int] = []
         """How many parameters each bucket of the first iteration had."""
+        self._met_now: set[int] = set()
+        """Parameters of the first iteration's buckets so far."""
         self._expected_buckets: list[int] = []
         self.world_size = 0
         """Ranks of the run whose checkpoint was loaded; 0 when none was, or it did not say."""
@@ -69,6 +71,14 @@ class Registry:
         """A backward begins. One before it that was broken off in the first iteration does not count."""
         if not self.closed:
             self.first_buckets.clear()
+            self._met_now.clear()
+
+    def goes_on(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether a bucket goes on with the first iteration, though DDP calls it the first one: then
+        others were before it, and its parameters are not among theirs."""
+        if self.closed or not self._met_now:
+            return False
+        return self._met_now.isdisjoint(map(id, parameters))
 
     def buckets(self) -> list[int]:
         """How many parameters each bucket of the first iteration had, in this run or the one loaded."""
@@ -78,6 +88,7 @@ class Registry:
         """The slots of a bucket's parameters, made on first sight."""
         if not self.closed:
             self._note_bucket(len(parameters))
+            self._met_now.update(map(id, parameters))
         return tuple(self._slot(parameter, sparse) for parameter in parameters)
 
     def _note_bucket(self, size: int) -> None:
@@ -118,7 +129,7 @@ class Registry:
                 f"the loaded state is of another model: it has parameter {name!r} as matrix "
                 f"{slot.sides}, this model as {sides}. Load the checkpoint of this model."
             )
-        slot.itemsize = parameter.element_size()
+        slot.itemsize = parameter.element_size() // (2 if parameter.is_complex() else 1)
         slot.move_to(parameter.device)
         self._by_id[id(parameter)] = (parameter, slot)
         return slot
@@ -128,8 +139,9 @@ class Registry:
             return f"parameter_{len(self._by_id):04d}"
         if id(parameter) not in self._names:
             raise ValueError(
-                f"model= has no parameter of shape {tuple(parameter.shape)} that DDP averages: pass "
-                "the module that DistributedDataParallel wraps, EDGCState(model=ddp.module)"
+                f"model= had no parameter of shape {tuple(parameter.shape)} that DDP averages: pass "
+                "the module that DistributedDataParallel wraps, EDGCState(model=ddp.module), and make the "
+                "state when the model has its parameters (load_state_dict(assign=True) makes new ones)"
             )
         return self._names[id(parameter)][1]
 
@@ -146,6 +158,15 @@ class Registry:
             }
         return None
 
+    def unseen(self) -> list[str]:
+        """Parameters of the model that DDP, in the first iteration, has not brought: it was told to average
+        them otherwise (``delay_all_reduce_named_params``), say."""
+        if self._names is None or not self.closed:
+            return []
+        return [
+            name for parameter, name in self._names.values() if id(parameter) not in self._by_id
+        ]
+
     def is_frozen(self, name: str) -> bool:
         """Whether the model has this parameter and trains it not."""
         known = () if self._names is None else self._names.values()
@@ -159,6 +180,7 @@ class Registry:
             "closed": False,
             "loaded": self.loaded or self.closed,
             "first_buckets": [],
+            "_met_now": set(),
             "_expected_buckets": self.buckets(),
             "world_size": self.world_size,
             "_by_id": {},

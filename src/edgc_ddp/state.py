@@ -145,7 +145,8 @@ class EDGCState:
     @property
     def history(self) -> tuple[dict[str, Any], ...]:
         """One entry per decision: step, phase, reason, entropy, residual, span_seconds, ranks."""
-        return tuple(self.engine.progress.history)
+        # Copies: what a logger takes from a row is still there for the next decision.
+        return tuple(dict(entry) for entry in self.engine.progress.history)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: tensors and plain values. Save one per rank, since residuals differ."""

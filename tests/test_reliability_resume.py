@@ -1,0 +1,184 @@
+"""A run's own checkpoint is taken back, whatever DDP made of the model, and whoever looks on meanwhile."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from scenes import Given, averages, draw, fingerprint, seeded, wrap
+from torch import Tensor, nn
+
+from edgc_ddp import EDGCState
+from edgc_ddp.controllers import FixedRank, Scheduled
+
+Pools = Callable[[int], Ranks]
+
+
+class TwoTypes(nn.Module):
+    """With several types DDP has several buckets from the first iteration on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        types = (torch.float32, torch.float64, torch.float32, torch.float64)
+        self.weights = nn.ParameterList(
+            nn.Parameter(0.2 * torch.randn(16, 16, generator=seeded(place, 0)).to(dtype))
+            for place, dtype in enumerate(types)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = torch.tanh(x.to(weight.dtype) @ weight)
+        return x
+
+
+def trained(
+    model: nn.Module, state: EDGCState, rank: int, steps: range, **options: Any
+) -> list[dict[str, Any]]:
+    """Its states before each step and at the end."""
+    ddp = wrap(model, state, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for step in steps:
+        seen.append(state.state_dict())
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 16, generator=seeded(step, rank))).float().square().mean().backward()
+        optimizer.step()
+    return [*seen, state.state_dict()]
+
+
+def two_types(rank: int, world: int, named: bool, static_graph: bool) -> None:
+    def fresh() -> tuple[nn.Module, EDGCState]:
+        model = TwoTypes()
+        controller = Scheduled({2: 2, 5: 4, 7: 1, 9: 3})
+        return model, EDGCState(controller, model=model if named else None)
+
+    whole, state = fresh()
+    saved = trained(whole, state, rank, range(12), static_graph=static_graph)
+    assert [each["progress"]["step"] for each in saved] == list(range(13))
+    for stop in (1, 4, 8):
+        again, other = fresh()
+        trained(again, other, rank, range(stop), static_graph=static_graph)
+        weights = again.state_dict()
+        again, other = fresh()
+        again.load_state_dict(weights)
+        other.load_state_dict(saved[stop])
+        end = trained(again, other, rank, range(stop, 12), static_graph=static_graph)[-1]
+        assert fingerprint(again) == fingerprint(whole) and end["progress"]["step"] == 12
+
+
+@pytest.mark.parametrize("static_graph", [True, False])
+@pytest.mark.parametrize("named", [True, False])
+def test_several_types_resume_to_the_last_bit(
+    ranks: Pools, named: bool, static_graph: bool
+) -> None:
+    """Of a static graph's first iteration DDP calls every bucket its first and none its last."""
+    ranks(2)(two_types, named, static_graph)
+
+
+def watched_rollback(rank: int, world: int, watched: bool) -> bytes:
+    """Rank 0's handler asks for metrics in the middle of loading: between any two of its lines."""
+    shapes = [(32, 48), (300,), (32, 48)]
+    model = Given(shapes)
+    state = EDGCState(Scheduled({2: 4, 6: 0}), model=model, wire_dtype="bf16")
+    # Small tensors in a bucket of their own travel in the factors' type while anything is compressed.
+    ddp = wrap(model, state, 0.001)
+    saved = {}
+    for step in range(9):
+        averages(ddp, draw(shapes, seed=step))
+        saved[step] = state.state_dict()
+    looks = 0
+
+    def look(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal looks
+        if event == "line" and frame.f_code.co_filename.endswith("checkpoint.py"):
+            looks += 1
+            state.metrics(), state.plan(), state.history
+        return look
+
+    end = []
+    for turn in range(4):
+        sys.settrace(look if watched and rank == 0 else None)
+        try:
+            state.load_state_dict(saved[(4, 8)[turn % 2]])
+        finally:
+            sys.settrace(None)
+        end += averages(ddp, draw(shapes, seed=100 + turn))
+    assert (looks > 100) == (watched and rank == 0)
+    return b"".join(each.numpy().tobytes() for each in end)
+
+
+def test_who_looks_on_while_a_state_is_loaded_changes_nothing(ranks: Pools) -> None:
+    first, second = ranks(2)(watched_rollback, True)
+    assert [first, second] == ranks(2)(watched_rollback, False)
+
+
+class WithComplex(Given):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__([(16, 24)])
+        self.z = nn.Parameter(torch.ones(8, 8, dtype=dtype))
+
+    def forward(self, gradients: Sequence[Tensor]) -> Tensor:
+        return super().forward(gradients) + (self.z * self.z.conj()).real.sum()
+
+
+def complex_parameters(rank: int, world: int, dtype: torch.dtype) -> None:
+    model = WithComplex(dtype)
+    state = EDGCState(FixedRank(2), model=model)
+    ddp = wrap(model, state)
+    for step in range(4):
+        averages(ddp, draw([(16, 24)], seed=step))
+    EDGCState(FixedRank(2), model=model).load_state_dict(state.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_parameters_do_not_spoil_a_checkpoint(ranks: Pools, dtype: torch.dtype) -> None:
+    ranks(2)(complex_parameters, dtype)
+
+
+def delayed(rank: int, world: int) -> tuple[str, str]:
+    """DDP averages a parameter by itself, behind all others, where it is told to."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    late: Any = {
+        "delay_all_reduce_named_params": [("0.weight", model[0].weight)],
+        "param_to_hook_all_reduce": model[2].weight,
+    }
+    state = EDGCState(FixedRank(2), model=model)
+    saved = trained(model, state, rank, range(4), **late)[-1]
+    again = EDGCState(FixedRank(2), model=model)
+    again.load_state_dict(saved)
+    dist.barrier()
+    refused = []
+    for asked in (again, EDGCState(FixedRank(2), model=nn.Sequential(*model, nn.Linear(16, 4)))):
+        try:
+            asked.load_state_dict(saved)
+            trained(model, asked, rank, range(1))
+        except (ValueError, RuntimeError) as error:
+            refused.append(str(error))
+    return refused[0], refused[1]
+
+
+def test_a_parameter_that_ddp_averages_itself_is_not_missed(ranks: Pools) -> None:
+    for now_brought, another_model in ranks(2)(delayed):
+        assert "it has no parameter '0.weight'" in now_brought
+        assert "only the model has a parameter '3.bias'" in another_model
+
+
+def loggers_habit(rank: int, world: int) -> None:
+    shapes = [(16, 24)]
+    state = EDGCState(FixedRank(3, window=2))
+    ddp = wrap(Given(shapes), state)
+    for step in range(8):
+        averages(ddp, draw(shapes, seed=step))
+        if rank == 0:
+            for row in state.history:
+                row.pop("ranks")
+    assert all(row["ranks"] == {"parameter_0000": 3} for row in state.history)
+
+
+def test_what_a_logger_takes_from_a_decision_is_still_there(ranks: Pools) -> None:
+    ranks(2)(loggers_habit)
