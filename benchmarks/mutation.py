@@ -78,7 +78,7 @@ MUTATIONS = (
     Mutation(
         "small tensors alone in a bucket keep their type",
         "engine.py",
-        "return self._compressing and small and",
+        "return self._mean_rank > 0 and small and",
         "return False and small and",
         ("test_state.py",),
     ),

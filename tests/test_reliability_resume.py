@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -80,6 +82,73 @@ def test_several_types_resume_to_the_last_bit(
     ranks(2)(two_types, named, static_graph)
 
 
+def after_one_iteration(rank: int, world: int, how: str) -> None:
+    """The one of a static graph that DDP calls no bucket the last of."""
+
+    def fresh() -> tuple[nn.Module, EDGCState]:
+        model = TwoTypes()
+        return model, EDGCState(Scheduled({2: 2, 5: 4}), model=model)
+
+    model, state = fresh()
+    trained(model, state, rank, range(8), static_graph=True)
+    again, other = fresh()
+    ddp = wrap(again, other, static_graph=True)
+    optimizer = torch.optim.SGD(again.parameters(), lr=0.1)
+    for step in range(8):
+        if step == 1 and how == "close":
+            other.close()
+            assert other.state_dict()["progress"]["step"] == 1
+        elif step == 1:
+            other = copy.deepcopy(other) if how == "deepcopy" else pickle.loads(pickle.dumps(other))
+            if how == "pickle":
+                weights, (again, fresh_state) = again.state_dict(), fresh()
+                again.load_state_dict(weights)
+                fresh_state.load_state_dict(other.state_dict())
+                other = fresh_state
+            ddp = wrap(again, other, static_graph=True)
+            optimizer = torch.optim.SGD(again.parameters(), lr=0.1)
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 16, generator=seeded(step, rank))).float().square().mean().backward()
+        optimizer.step()
+    assert other.state_dict()["progress"]["step"] == 8
+    assert fingerprint(again) == fingerprint(model)
+
+
+@pytest.mark.parametrize("how", ["close", "deepcopy", "pickle"])
+def test_a_static_graphs_first_iteration_counts_whatever_comes_next(ranks: Pools, how: str) -> None:
+    ranks(2)(after_one_iteration, how)
+
+
+def copied_at_rest(rank: int, world: int) -> None:
+    model = TwoTypes()
+    state = EDGCState(Scheduled({2: 0}, window=None), model=model)
+    trained(model, state, rank, range(5), static_graph=True)
+    twin = copy.deepcopy(state)
+    twin.engine.registry = copy.deepcopy(state.engine.registry)
+    saved = trained(model, twin, rank, range(3), static_graph=True)[-1]
+    assert saved["progress"]["step"] == 8
+
+
+def test_a_copy_that_is_dense_for_good_trains_on(ranks: Pools) -> None:
+    ranks(2)(copied_at_rest)
+
+
+def two_in_one_backward(rank: int, world: int) -> str:
+    state = EDGCState(FixedRank(2))
+    first, second = (wrap(nn.Linear(16, 16), state) for _ in range(2))
+    try:
+        for _ in range(3):
+            second(first(torch.ones(2, 16))).sum().backward()
+    except RuntimeError as refused:
+        return str(refused)
+    return "trained"
+
+
+def test_one_state_on_two_models_of_one_backward_is_refused(ranks: Pools) -> None:
+    for message in ranks(2)(two_in_one_backward):
+        assert "one EDGCState serves one DistributedDataParallel model" in message, message
+
+
 def watched_rollback(rank: int, world: int, watched: bool) -> bytes:
     """Rank 0's handler asks for metrics in the middle of loading: between any two of its lines."""
     shapes = [(32, 48), (300,), (32, 48)]
@@ -151,6 +220,10 @@ def delayed(rank: int, world: int) -> tuple[str, str]:
     saved = trained(model, state, rank, range(4), **late)[-1]
     again = EDGCState(FixedRank(2), model=model)
     again.load_state_dict(saved)
+    # Whether it has been trained with or not.
+    again = copy.deepcopy(again)
+    saved = again.state_dict()
+    assert saved["unseen"] == ["0.weight"]
     dist.barrier()
     refused = []
     for asked in (again, EDGCState(FixedRank(2), model=nn.Sequential(*model, nn.Linear(16, 4)))):
@@ -175,7 +248,8 @@ def loggers_habit(rank: int, world: int) -> None:
     for step in range(8):
         averages(ddp, draw(shapes, seed=step))
         if rank == 0:
-            for row in state.history:
+            for row in [*state.history, *state.state_dict()["progress"]["history"]]:
+                row["ranks"].clear()
                 row.pop("ranks")
     assert all(row["ranks"] == {"parameter_0000": 3} for row in state.history)
 

@@ -582,6 +582,23 @@ def many_decisions(rank: int, world: int) -> list[int]:
     return [len({id(entry["ranks"]) for entry in history}) for history in histories]
 
 
+def test_a_layer_that_is_trained_only_now_is_refused_at_once(ranks: Pools) -> None:
+    ranks(2)(thawed)
+
+
+def thawed(rank: int, world: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    model[0].requires_grad_(False)
+    state = EDGCState(FixedRank(2), model=model)
+    ddp = wrap(model, state)
+    for _ in range(4):
+        ddp(torch.ones(2, 8)).sum().backward()
+    saved = state.state_dict()
+    model[0].requires_grad_(True)
+    with pytest.raises(ValueError, match="only the model has a parameter '0.bias'"):
+        EDGCState(FixedRank(2), model=model).load_state_dict(saved)
+
+
 def test_a_run_may_be_made_longer() -> None:
     state = EDGCState(controller=EntropyController(window=10, total_steps=100)).state_dict()
     EDGCState(controller=EntropyController(window=10, total_steps=200)).load_state_dict(state)

@@ -18,7 +18,7 @@ from edgc_ddp.decisions import Layout, MatrixSpec, Plan, Sampling, is_controller
 from edgc_ddp.engine import Engine
 from edgc_ddp.memory import Slot
 from edgc_ddp.observer import Observer
-from edgc_ddp.progress import Progress
+from edgc_ddp.progress import Progress, copied
 
 VERSION = 2
 
@@ -100,7 +100,7 @@ def _pack_progress(progress: Progress) -> dict[str, Any]:
     # Tuples are leaves to torch's distributed checkpoints, which keep no empty dictionary and make texts of
     # all keys.
     packed["controller_state"] = (packed["controller_state"],)
-    packed["history"] = tuple(dict(entry) for entry in progress.history)
+    packed["history"] = tuple(copied(progress.history))
     return packed
 
 
@@ -109,7 +109,6 @@ def _pack_slot(slot: Slot) -> dict[str, Any]:
         "numel": slot.numel,
         "sides": list(slot.sides) if slot.sides else None,
         "rank": slot.rank,
-        "itemsize": slot.itemsize,
         "residual": _copy(slot.residual),
         "basis": _copy(slot.basis_NR),
     }
@@ -134,11 +133,11 @@ def progress_of(engine: Engine, packed: Mapping[str, Any]) -> Progress:
             sampling["estimator"] = own_estimator(engine.controller)
         sampling = Sampling(**sampling)
     (progress["controller_state"],) = copy.deepcopy(progress["controller_state"])
-    progress["history"] = [dict(entry) for entry in progress["history"]]
+    progress["history"] = copied(progress["history"])
     return Progress(plan=Plan(**plan, sampling=sampling), **progress)
 
 
-def own_estimator(controller: Any) -> Callable[..., Any] | None:
+def own_estimator(controller: Any, seen: tuple[Any, ...] = ()) -> Callable[..., Any] | None:
     """The function that a controller, or one within it, samples by; None where there is none.
 
     >>> from edgc_ddp.controllers import EntropyController, Selective
@@ -148,8 +147,13 @@ def own_estimator(controller: Any) -> Callable[..., Any] | None:
     mine: Callable[..., Any] | str | None = getattr(controller, "estimator", None)
     if callable(mine):
         return mine
-    within = vars(controller).values() if hasattr(controller, "__dict__") else ()
-    return next(filter(None, map(own_estimator, filter(is_controller, within))), None)
+    seen = (*seen, controller)
+    for part in vars(controller).values() if hasattr(controller, "__dict__") else ():
+        # One within may know the one around it.
+        new = is_controller(part) and not any(part is other for other in seen)
+        if new and (theirs := own_estimator(part, seen)) is not None:
+            return theirs
+    return None
 
 
 def unpack(engine: Engine, packed: Mapping[str, Any]) -> None:
@@ -172,14 +176,14 @@ def unpack(engine: Engine, packed: Mapping[str, Any]) -> None:
         sides = tuple(entry["sides"]) if entry["sides"] else None
         slot = slots.setdefault(name, Slot(name, entry["numel"], sides))
         slot.numel, slot.sides = entry["numel"], sides
-        # Absent where an earlier version wrote the state; known again when the gradient arrives.
-        slot.itemsize = entry.get("itemsize", slot.itemsize)
         slot.index, slot.rank = index.get(name, -1), entry["rank"]
         slot.residual, slot.basis_NR = _copy(entry["residual"]), _copy(entry["basis"])
         if slot.residual is not None:
             slot.residual = slot.residual.to(engine.memory.residual_dtype)
     if slots:
-        engine.registry.expect(packed["buckets"], packed["world_size"])
+        # Absent where an earlier version wrote the state.
+        unseen = packed.get("unseen", [])
+        engine.registry.expect(packed["buckets"], unseen, packed["world_size"])
     else:
         engine.registry.begin_again(packed["world_size"])
     device = engine.registry.settle()
@@ -253,7 +257,7 @@ def _mean_window(windows: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] 
     first = known[0]
 
     def mean(tensors: Sequence[Tensor]) -> Tensor:
-        return torch.stack(list(tensors)).mean(0)
+        return torch.stack([tensor.to(tensors[0].device) for tensor in tensors]).mean(0)
 
     factors = [window["factors"] for window in known]
     return {

@@ -75,6 +75,8 @@ class Engine:
         self._began: Mark | None = None
         self._started = self._finished = 0
         self._last_started = False
+        self._was_last = True
+        """Whether DDP called the bucket before its iteration's last."""
         self._is_unended = False
         """Whether DDP called no bucket of the iteration under way its last."""
         self.may_rest = False
@@ -95,9 +97,10 @@ class Engine:
             buffer = torch.view_as_real(buffer).flatten()
         met = bucket.parameters()
         first, last = bucket.index() == 0, bucket.is_last()
-        if first and self.registry.goes_on(met):
+        if first and not self._was_last and self.registry.goes_on(met):
             # Of a static graph's first iteration DDP may call all buckets its first, and none its last.
             first, self._is_unended = False, True
+        self._was_last = last
         lane = self._lane_for(buffer.device, first)
         if first:
             # DDP has waited for the last iteration's buckets, unless its backward raised. Behind those of
@@ -105,7 +108,8 @@ class Engine:
             lane.drain()
             self.end_gathered()
             self.registry.begin_iteration()
-            self._resting = self.may_rest
+            # A copy meets its parameters first.
+            self._resting = self.may_rest and self.registry.closed
         # Slots that a checkpoint brought are met with in the first iteration.
         closed = self.registry.closed
         view = Bucket(buffer, self.registry.slots(met, buffer.is_sparse))
@@ -123,12 +127,16 @@ class Engine:
     def forget_iteration(self) -> None:
         """Another state takes this one's place: what was under way says nothing of it."""
         self._is_unended = self.may_rest = False
+        self._was_last = True
 
-    def end_gathered(self) -> None:
-        """Count an iteration of which no bucket was called the last, once its buckets are done."""
-        if self._is_unended and self._lane is not None:
-            self._is_unended = False
+    def end_gathered(self, wait: bool = True) -> None:
+        """Count an iteration of which no bucket was called the last, once all its buckets are done."""
+        if not self._is_unended or self._lane is None:
+            return
+        if wait:
             self._lane.drain()
+        self._is_unended = False
+        if self._started == self._finished == len(self.registry.first_buckets):
             self._end_iteration(self._lane, timed=False)
 
     def _lane_for(self, device: torch.device, first: bool) -> Lane:
@@ -173,6 +181,8 @@ class Engine:
 
     def close(self) -> None:
         """Stop the worker thread. The state stays whole; the next hook call starts another thread."""
+        # Without waiting: it may be for a stalled rank that all is given up.
+        self.end_gathered(wait=False)
         if self._lane is not None:
             if self.observer is not None:
                 self.observer.spans = list(self.spans())
@@ -280,7 +290,7 @@ class Engine:
         if self.progress.step >= self.progress.plan.until:
             self._decide(lane)
         self.may_rest = self._rests()
-        if self._ranked is not self.progress.plan or not self.registry.closed:
+        if self._ranked is not self.progress.plan:
             self._ranked, self._mean_rank = self.progress.plan, self.mean_rank()
 
     def _follow(self, loss_scale: float) -> None:
@@ -292,8 +302,8 @@ class Engine:
     def _end_iteration(self, lane: Lane, timed: bool = True) -> None:
         progress = self.progress
         if self.observer is not None:
-            assert self._began is not None
             if timed and progress.plan.until < FOREVER:
+                assert self._began is not None
                 # Nobody will ask for the others, and they would pile up.
                 self.observer.spans.append((self._began, lane.mark()))
             self.observer.steps += 1

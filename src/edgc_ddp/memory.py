@@ -61,8 +61,6 @@ class Slot:
     sides: tuple[int, int] | None
     index: int = -1
     """Position in the layout; -1 until the layout is known."""
-    itemsize: int = 4
-    """Bytes of an entry of the gradient."""
     rank: int = 0
     """Rank in force; 0 = dense."""
     residual: Tensor | None = None

@@ -106,8 +106,6 @@ def _check_slot(name: str, entry: Mapping[str, Any]) -> None:
     sides = tuple(entry["sides"]) if entry["sides"] else None
     if not is_count(rank) or rank > (min(sides) if sides else 0):
         raise ValueError(f"the rank of {name!r} is {rank!r}")
-    if (size := entry.get("itemsize", 4)) not in (1, 2, 4, 8):
-        raise ValueError(f"an entry of {name!r} has {size!r} bytes")
     if residual is not None and residual.shape != (entry["numel"],):
         raise ValueError(f"the residual of {name!r} has another size")
     if (basis is None) != (rank == 0):

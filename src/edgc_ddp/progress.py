@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from edgc_ddp.decisions import Plan, State
 
 _LOG = logging.getLogger("edgc_ddp")
+
+
+def copied(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows anew; equal ranks are kept once, as they are in what is given.
+
+    >>> ranks = {"w": 3}
+    >>> first, second = copied([{"step": 2, "ranks": ranks}, {"step": 4, "ranks": ranks}])
+    >>> first["ranks"] is second["ranks"], first["ranks"] is ranks
+    (True, False)
+    """
+    known: dict[int, dict[str, Any]] = {}
+    rows = [dict(row) for row in history]
+    for row in rows:
+        if "ranks" in row:
+            row["ranks"] = known.setdefault(id(row["ranks"]), dict(row["ranks"]))
+    return rows
 
 
 @dataclass
@@ -45,7 +62,7 @@ class Progress:
 
     def keep_decision(self, ranks: dict[str, int]) -> None:
         """Add the plan in force, with these ranks, to the history."""
-        if self.history and self.history[-1]["ranks"] == ranks:
+        if self.history and self.history[-1].get("ranks") == ranks:
             # Kept once, here and in checkpoints: a long run decides thousands of times.
             ranks = self.history[-1]["ranks"]
         self.history.append(

@@ -30,6 +30,7 @@ class Registry:
         self._met_now: set[int] = set()
         """Parameters of the first iteration's buckets so far."""
         self._expected_buckets: list[int] = []
+        self._expected_unseen: list[str] = []
         self.world_size = 0
         """Ranks of the run whose checkpoint was loaded; 0 when none was, or it did not say."""
         self._by_id: dict[int, tuple[Tensor, Slot]] = {}
@@ -38,18 +39,19 @@ class Registry:
         self._sparse: set[str] = set()
         if model is not None:
             model = _bare(model)
-            # By names within what DDP wraps.
-            ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-            named = [(n, p) for n, p in model.named_parameters() if n not in ignored]
+            # By names within what DDP wraps, be that compiled or not.
+            ignored = set(map(_stripped, getattr(model, "_ddp_params_and_buffers_to_ignore", ())))
+            named = [(n, p) for n, p in model.named_parameters() if _stripped(n) not in ignored]
             names = _plain([name for name, _ in named])
             self._names = {id(p): (p, n) for (_, p), n in zip(named, names, strict=True)}
             self._sparse = {self._names[i][1] for i in _sparse_ids(model) if i in self._names}
 
-    def expect(self, first_buckets: Sequence[int], world_size: int) -> None:
-        """The slots now come from a checkpoint of a run of that size whose first buckets were these."""
+    def expect(self, first_buckets: Sequence[int], unseen: Sequence[str], world_size: int) -> None:
+        """The slots now come from a checkpoint of a run of that size whose first buckets, and whose
+        parameters in none of them, were these."""
         self.loaded = True
         self.world_size = world_size
-        self._expected_buckets = list(first_buckets)
+        self._expected_buckets, self._expected_unseen = list(first_buckets), list(unseen)
 
     def begin_again(self, world_size: int) -> None:
         """A checkpoint was written before the first gradient came: parameters that were met keep their
@@ -57,8 +59,7 @@ class Registry:
         self.loaded = False
         self.world_size = world_size
         for key, (parameter, slot) in self._by_id.items():
-            fresh = Slot(slot.name, slot.numel, slot.sides, itemsize=slot.itemsize)
-            self.memory.slots[slot.name] = fresh
+            fresh = self.memory.slots[slot.name] = Slot(slot.name, slot.numel, slot.sides)
             self._by_id[key] = (parameter, fresh)
 
     def settle(self) -> torch.device | None:
@@ -129,7 +130,6 @@ class Registry:
                 f"the loaded state is of another model: it has parameter {name!r} as matrix "
                 f"{slot.sides}, this model as {sides}. Load the checkpoint of this model."
             )
-        slot.itemsize = parameter.element_size() // (2 if parameter.is_complex() else 1)
         slot.move_to(parameter.device)
         self._by_id[id(parameter)] = (parameter, slot)
         return slot
@@ -162,9 +162,11 @@ class Registry:
         """Parameters of the model that DDP, in the first iteration, has not brought: it was told to average
         them otherwise (``delay_all_reduce_named_params``), say."""
         if self._names is None or not self.closed:
-            return []
+            return list(self._expected_unseen)
         return [
-            name for parameter, name in self._names.values() if id(parameter) not in self._by_id
+            name
+            for parameter, name in self._names.values()
+            if parameter.requires_grad and id(parameter) not in self._by_id
         ]
 
     def is_frozen(self, name: str) -> bool:
@@ -182,6 +184,7 @@ class Registry:
             "first_buckets": [],
             "_met_now": set(),
             "_expected_buckets": self.buckets(),
+            "_expected_unseen": self.unseen(),
             "world_size": self.world_size,
             "_by_id": {},
             "_names": names,

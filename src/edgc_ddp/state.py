@@ -15,6 +15,7 @@ from edgc_ddp.decisions import Controller, is_controller
 from edgc_ddp.engine import Engine
 from edgc_ddp.memory import ParameterMemory
 from edgc_ddp.options import Options
+from edgc_ddp.progress import copied
 from edgc_ddp.reducers.bucket import Settings
 from edgc_ddp.registry import Registry
 
@@ -146,7 +147,7 @@ class EDGCState:
     def history(self) -> tuple[dict[str, Any], ...]:
         """One entry per decision: step, phase, reason, entropy, residual, span_seconds, ranks."""
         # Copies: what a logger takes from a row is still there for the next decision.
-        return tuple(dict(entry) for entry in self.engine.progress.history)
+        return tuple(copied(self.engine.progress.history))
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: tensors and plain values. Save one per rank, since residuals differ."""

@@ -45,24 +45,26 @@ class Settings:
 
     def compresses(self, slot: Slot) -> bool:
         """Whether factors at the slot's rank, with their flag, take fewer bytes on the wire than the
-        matrix itself would there or in its own type, by the asked rate."""
+        matrix itself would there, by the asked rate."""
         if slot.rank == 0 or slot.sides is None:
             return False
         entry, column, beside = self.wire_dtype.itemsize, 0, self.wire_dtype.itemsize
         if self.wire_dtype == torch.int8:
             column, beside = SCALE_BYTES, DENSE_BESIDE_INT8.itemsize
         factors = slot.rank * (sum(slot.sides) * entry + 2 * column) + beside
-        whole = slot.numel * min(beside, slot.itemsize)
-        return factors * self.min_compression_rate < whole
+        return factors * self.min_compression_rate < slot.numel * beside
 
     @property
     def channels(self) -> int:
         """Collectives of one bucket, one after the other, that the lane must keep apart."""
         return 4 if self.wire_dtype == torch.int8 else 2
 
-    def wire_for(self, compute: torch.dtype) -> torch.dtype:
-        """Double-precision gradients keep their precision unless a narrow wire was asked for."""
-        return compute if self.wire_dtype == torch.float32 else self.wire_dtype
+    def wire_for(self, gradient: torch.dtype) -> torch.dtype:
+        """A narrow wire is what was asked for. "fp32" is as wide as DDP's: double-precision gradients keep
+        their precision, and bf16 ones would only grow. fp16 sums of factors could overflow."""
+        if self.wire_dtype != torch.float32:
+            return self.wire_dtype
+        return gradient if gradient in (torch.float64, torch.bfloat16) else torch.float32
 
 
 def compute_dtype(buffer: Tensor) -> torch.dtype:

@@ -71,7 +71,7 @@ def reduce_low_rank(
 ) -> Task:
     """Average the bucket in place; ``observer`` is given on sampled iterations only."""
     compute = compute_dtype(bucket.buffer)
-    wire = settings.wire_for(compute)
+    wire = settings.wire_for(bucket.buffer.dtype)
     share = 1 / lane.world_size
     # The gradient's own memory serves as A; half-precision buckets need a wider copy, and those in which
     # matrices lie badly another.
