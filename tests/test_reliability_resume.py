@@ -110,7 +110,8 @@ def after_one_iteration(rank: int, world: int, how: str) -> None:
         optimizer.zero_grad()
         ddp(torch.randn(4, 16, generator=seeded(step, rank))).float().square().mean().backward()
         optimizer.step()
-    assert other.state_dict()["progress"]["step"] == 8
+    found = other.state_dict()["progress"]["step"]
+    assert found == 8, found
     assert fingerprint(again) == fingerprint(model)
 
 
@@ -131,6 +132,25 @@ def copied_at_rest(rank: int, world: int) -> None:
 
 def test_a_copy_that_is_dense_for_good_trains_on(ranks: Pools) -> None:
     ranks(2)(copied_at_rest)
+
+
+def wrapped_anew(rank: int, world: int, controller: str) -> None:
+    """Each time DDP has a first iteration, where the state has none."""
+    given = {"scheduled": Scheduled({2: 2, 5: 4, 7: 0, 9: 3}), "dense": Scheduled({2: 0})}
+    ends = set()
+    for static_graph in (True, False):
+        model = TwoTypes()
+        state = EDGCState(given[controller], model=model)
+        for begin, end in ((0, 3), (3, 6), (6, 12)):
+            saved = trained(model, state, rank, range(begin, end), static_graph=static_graph)
+            assert saved[-1]["progress"]["step"] == end
+        ends.add(fingerprint(model))
+    assert len(ends) == 1
+
+
+@pytest.mark.parametrize("controller", ["scheduled", "dense"])
+def test_a_static_graph_may_be_wrapped_anew(ranks: Pools, controller: str) -> None:
+    ranks(2)(wrapped_anew, controller)
 
 
 def two_in_one_backward(rank: int, world: int) -> str:

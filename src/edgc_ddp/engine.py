@@ -73,7 +73,7 @@ class Engine:
         self._lane: Lane | None = None
         self._finalizer: weakref.finalize[[], Engine] | None = None
         self._began: Mark | None = None
-        self._started = self._finished = 0
+        self._given = self._started = self._finished = 0
         self._last_started = False
         self._was_last = True
         """Whether DDP called the bucket before its iteration's last."""
@@ -83,10 +83,9 @@ class Engine:
         """Whether the next iteration needs nothing that DDP cannot do."""
         self._ranked: Plan | None = None
         self._mean_rank = 0.0
-        """That of the plan ``_ranked``: with thousands of matrices it takes a while. Written by the lane
-        alone, since whoever asks for metrics may ask while a state is loaded."""
+        """Of the plan ``_ranked``. Written by the lane alone: metrics may be asked for while a state loads."""
         self._resting = False
-        """Whether this iteration's buckets are averaged as DDP averages them."""
+        """Whether this iteration's buckets are averaged as DDP does."""
 
     def submit(self, bucket: GradBucket) -> TensorFuture:
         """Start averaging one bucket. Called by DDP, in bucket order, while backward goes on."""
@@ -95,23 +94,23 @@ class Engine:
         if buffer.is_complex():
             # Only the zeros that stand for a rank which has joined come so.
             buffer = torch.view_as_real(buffer).flatten()
-        met = bucket.parameters()
         first, last = bucket.index() == 0, bucket.is_last()
-        if first and not self._was_last and self.registry.goes_on(met):
+        if first and not self._was_last and self.registry.goes_on(bucket.parameters()):
             # Of a static graph's first iteration DDP may call all buckets its first, and none its last.
             first, self._is_unended = False, True
         self._was_last = last
         lane = self._lane_for(buffer.device, first)
         if first:
-            # DDP has waited for the last iteration's buckets, unless its backward raised. Behind those of
-            # such a one ranks would begin at different times, and count what is owed differently.
+            # DDP has waited for the last iteration's buckets, unless its backward raised: behind those of
+            # such a one ranks would begin apart, and count what is owed differently.
             lane.drain()
             self.end_gathered()
             self.registry.begin_iteration()
             # A copy meets its parameters first.
-            self._resting = self.may_rest and self.registry.closed
+            self._resting, self._given = self.may_rest and self.registry.closed, 0
+        self._given += 1
         # Slots that a checkpoint brought are met with in the first iteration.
-        closed = self.registry.closed
+        met, closed = bucket.parameters(), self.registry.closed
         view = Bucket(buffer, self.registry.slots(met, buffer.is_sparse))
         if not closed:
             lane.adopt(tensor for slot in view.slots for tensor in slot.tensors())
@@ -136,7 +135,9 @@ class Engine:
         if wait:
             self._lane.drain()
         self._is_unended = False
-        if self._started == self._finished == len(self.registry.first_buckets):
+        if self._resting:
+            self._end_plainly()
+        elif self._started == self._finished == self._given:
             self._end_iteration(self._lane, timed=False)
 
     def _lane_for(self, device: torch.device, first: bool) -> Lane:
@@ -173,11 +174,13 @@ class Engine:
         self.progress.dense_bytes += sent
         self.progress.sent_bytes += sent
         if last:
-            if self.loss_scale is not None:
-                self.progress.loss_scale = self.loss_scale
-            self.progress.step += 1
-            self.registry.closed = True
+            self._end_plainly()
         return lane.average(buffer)
+
+    def _end_plainly(self) -> None:
+        if self.loss_scale is not None:
+            self.progress.loss_scale = self.loss_scale
+        self.progress.step += 1
 
     def close(self) -> None:
         """Stop the worker thread. The state stays whole; the next hook call starts another thread."""

@@ -162,7 +162,10 @@ def _check_progress(progress: Progress, packed: Mapping[str, Any]) -> None:
     if not all(is_count(count) for count in counts):
         raise ValueError(f"counts and iterations are {counts!r}")
     if progress.step and not packed["slots"]:
-        raise ValueError(f"at step {progress.step} it knows no parameter")
+        raise ValueError(
+            f"at step {progress.step} it knows no parameter (torch's dcp.load fills only keys that a state "
+            "has before: read its folder by dcp_to_torch_save)"
+        )
     sums = (progress.sent_bytes, progress.dense_bytes, progress.rank_sum)
     if not all(_is_number(value) and 0 <= value < math.inf for value in sums):
         raise ValueError(f"bytes and sums are {sums!r}")

@@ -28,7 +28,7 @@ class Registry:
         self.first_buckets: list[int] = []
         """How many parameters each bucket of the first iteration had."""
         self._met_now: set[int] = set()
-        """Parameters of the first iteration's buckets so far."""
+        """Parameters of the buckets of the iteration under way."""
         self._expected_buckets: list[int] = []
         self._expected_unseen: list[str] = []
         self.world_size = 0
@@ -70,16 +70,14 @@ class Registry:
 
     def begin_iteration(self) -> None:
         """A backward begins. One before it that was broken off in the first iteration does not count."""
+        self._met_now.clear()
         if not self.closed:
             self.first_buckets.clear()
-            self._met_now.clear()
 
     def goes_on(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether a bucket goes on with the first iteration, though DDP calls it the first one: then
+        """Whether a bucket goes on with the iteration under way, though DDP calls it the first one: then
         others were before it, and its parameters are not among theirs."""
-        if self.closed or not self._met_now:
-            return False
-        return self._met_now.isdisjoint(map(id, parameters))
+        return bool(self._met_now) and self._met_now.isdisjoint(map(id, parameters))
 
     def buckets(self) -> list[int]:
         """How many parameters each bucket of the first iteration had, in this run or the one loaded."""
@@ -89,7 +87,7 @@ class Registry:
         """The slots of a bucket's parameters, made on first sight."""
         if not self.closed:
             self._note_bucket(len(parameters))
-            self._met_now.update(map(id, parameters))
+        self._met_now.update(map(id, parameters))
         return tuple(self._slot(parameter, sparse) for parameter in parameters)
 
     def _note_bucket(self, size: int) -> None:
