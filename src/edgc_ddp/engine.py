@@ -83,7 +83,7 @@ class Engine:
         """Whether the next iteration needs nothing that DDP cannot do."""
         self._ranked: Plan | None = None
         self._mean_rank = 0.0
-        """Of the plan ``_ranked``. Written by the lane alone: metrics may be asked for while a state loads."""
+        """Of the plan ``_ranked``. Written by the lane alone: metrics may be asked for at any time."""
         self._resting = False
         """Whether this iteration's buckets are averaged as DDP does."""
 
