@@ -246,6 +246,10 @@ def delayed(rank: int, world: int) -> tuple[str, str]:
     assert saved["unseen"] == ["0.weight"]
     dist.barrier()
     refused = []
+    brought = EDGCState(FixedRank(2), model=model)
+    trained(model, brought, rank, range(3))
+    with pytest.raises(ValueError, match="only the model has a parameter '0.weight'"):
+        brought.load_state_dict(saved)
     for asked in (again, EDGCState(FixedRank(2), model=nn.Sequential(*model, nn.Linear(16, 4)))):
         try:
             asked.load_state_dict(saved)

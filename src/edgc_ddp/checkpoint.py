@@ -239,9 +239,9 @@ def merge(states: Sequence[Mapping[str, Any]], world_size: int) -> dict[str, Any
         mean = None
         if residuals:
             # A rank without one owes nothing.
-            total = torch.stack([residual.float() * factor for residual, factor in residuals]).sum(
-                0
-            )
+            device = residuals[0][0].device
+            scaled = [residual.to(device).float() * factor for residual, factor in residuals]
+            total = torch.stack(scaled).sum(0)
             mean = (total / len(states)).to(residuals[0][0].dtype)
         merged["slots"][name] = {**entry, "residual": mean}
     merged["window"] = _mean_window([state["window"] for state in states])

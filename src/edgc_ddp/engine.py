@@ -25,15 +25,7 @@ from edgc_ddp.agreement import (
     require_equal_starts,
 )
 from edgc_ddp.decisions import FOREVER, Controller, Layout, Observation, Plan
-from edgc_ddp.lane import (
-    Lane,
-    Mark,
-    Task,
-    TensorFuture,
-    group_in_force,
-    open_lane,
-    payload_bytes,
-)
+from edgc_ddp.lane import Lane, Mark, Task, TensorFuture, group_in_force, open_lane, payload_bytes
 from edgc_ddp.memory import ParameterMemory
 from edgc_ddp.observer import Observer
 from edgc_ddp.progress import Progress
@@ -106,8 +98,8 @@ class Engine:
             lane.drain()
             self.end_gathered()
             self.registry.begin_iteration()
-            # A copy meets its parameters first.
-            self._resting, self._given = self.may_rest and self.registry.closed, 0
+            self._resting = self.may_rest
+            self._given = self._started = self._finished = 0
         self._given += 1
         # Slots that a checkpoint brought are met with in the first iteration.
         met, closed = bucket.parameters(), self.registry.closed
@@ -149,6 +141,8 @@ class Engine:
             self.close()
         if self._lane is None:
             self.registry.settle()
+            # Ranks meet first, and a copy its parameters.
+            self.may_rest = False
             self._lane = open_lane(group, device, self.settings.channels, self._meet)
             self._lane.adopt(self.memory.tensors())
             self._finalizer = weakref.finalize(self, self._lane.close)
@@ -181,6 +175,7 @@ class Engine:
         if self.loss_scale is not None:
             self.progress.loss_scale = self.loss_scale
         self.progress.step += 1
+        self.registry.closed = True
 
     def close(self) -> None:
         """Stop the worker thread. The state stays whole; the next hook call starts another thread."""

@@ -124,9 +124,8 @@ def _check_model(engine: Engine, slots: Mapping[str, Any], unseen: Sequence[str]
     if expected is None:
         return
     # DDP has not brought them then. Should it now, the first bucket says so.
-    expected = {
-        name: sizes for name, sizes in expected.items() if name in slots or name not in unseen
-    }
+    missing = {name for name in unseen if name not in slots and not engine.registry.has_met(name)}
+    expected = {name: sizes for name, sizes in expected.items() if name not in missing}
     if odd := sorted(set(expected) ^ set(slots)):
         if engine.registry.is_frozen(odd[0]):
             raise ValueError(

@@ -25,7 +25,9 @@ def copied(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows = [dict(row) for row in history]
     for row in rows:
         if "ranks" in row:
-            row["ranks"] = known.setdefault(id(row["ranks"]), dict(row["ranks"]))
+            if (key := id(row["ranks"])) not in known:
+                known[key] = dict(row["ranks"])
+            row["ranks"] = known[key]
     return rows
 
 

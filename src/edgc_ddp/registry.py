@@ -40,8 +40,9 @@ class Registry:
         if model is not None:
             model = _bare(model)
             # By names within what DDP wraps, be that compiled or not.
-            ignored = set(map(_stripped, getattr(model, "_ddp_params_and_buffers_to_ignore", ())))
-            named = [(n, p) for n, p in model.named_parameters() if _stripped(n) not in ignored]
+            ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+            ignored |= {name.removeprefix(_WRAPPERS[1]) for name in ignored}
+            named = [(n, p) for n, p in model.named_parameters() if n not in ignored]
             names = _plain([name for name, _ in named])
             self._names = {id(p): (p, n) for (_, p), n in zip(named, names, strict=True)}
             self._sparse = {self._names[i][1] for i in _sparse_ids(model) if i in self._names}
@@ -155,6 +156,10 @@ class Registry:
                 if parameter.requires_grad
             }
         return None
+
+    def has_met(self, name: str) -> bool:
+        """Whether DDP has brought this parameter."""
+        return any(slot.name == name for _, slot in self._by_id.values())
 
     def unseen(self) -> list[str]:
         """Parameters of the model that DDP, in the first iteration, has not brought: it was told to average

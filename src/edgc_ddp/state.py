@@ -36,8 +36,8 @@ class EDGCState:
             from a matrix is sent with its next gradient.
         residual_dtype: "fp32" or "bf16", the type that residuals are kept in.
         error_feedback: keep what was not sent and add it to the next gradient.
-        min_compression_rate: a matrix is compressed only if its factors are smaller than it by more
-            than this factor.
+        min_compression_rate: a matrix is compressed only if its factors are smaller than it, in the type
+            that factors travel in, by more than this factor.
         seed: seeds the first bases. The global random state is never touched.
 
     Raises:
