@@ -260,7 +260,7 @@ def test_a_piece_without_runs_leaves_nothing_behind(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["1bit-warm", "fixed-8-fp32"])
+@pytest.mark.parametrize("name", ["1bit-warm"])
 def test_a_real_run_leaves_losses_and_bytes_and_nothing_else(tmp_path: Path, name: str) -> None:
     assert loss_runs.runs([BY_NAME[name]], [1], 6, TINY, tmp_path, 100) == []
     home = tmp_path / name / "seed-1"
