@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from edgc_ddp.decisions import Controller, Layout, Plan, Sampling
+from edgc_ddp.decisions import Controller, Layout, Plan, Sampling, is_count
 from edgc_ddp.lane import Lane
 from edgc_ddp.maths.entropy import resolve_estimator
 from edgc_ddp.maths.orthogonal import orthonormalise
@@ -118,29 +118,29 @@ def checked_plan(plan: Plan, layout: Layout, step: int) -> Plan:
             "of the layout and nothing else (0 = dense)"
         )
     for name, rank in plan.ranks.items():
-        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+        if not is_count(rank):
             raise ValueError(
                 f"the controller gave rank {rank!r} for {name!r}: expected an int >= 0"
             )
-    if not isinstance(plan.until, int) or isinstance(plan.until, bool) or plan.until <= step:
+    if not is_count(plan.until) or plan.until <= step:
         raise ValueError(
             f"the controller's plan ends at iteration {plan.until!r}, but it is {step} now: give a later "
             "`until`, an int, or edgc_ddp.decisions.FOREVER"
         )
-    probe = plan.probe_rank
-    if not isinstance(probe, int) or isinstance(probe, bool) or probe < 0:
-        raise ValueError(f"the controller's plan has probe_rank={probe!r}: expected an int >= 0")
+    if not is_count(plan.probe_rank):
+        raise ValueError(
+            f"the controller's plan has probe_rank={plan.probe_rank!r}: expected an int >= 0"
+        )
     if plan.sampling is not None:
         _check_sampling(plan.sampling)
     return replace(plan, ranks={m.name: min(plan.ranks[m.name], m.rows) for m in layout.matrices})
 
 
 def _check_sampling(sampling: Sampling) -> None:
-    alpha, beta = sampling.alpha, sampling.beta
-    if not 0 <= alpha <= 1 or not 0 < beta <= 1:
+    if not sampling.has_shares():
         raise ValueError(
-            f"the controller's plan samples with alpha={alpha!r} and beta={beta!r}: expected shares, alpha "
-            "in [0, 1] and beta in (0, 1]"
+            f"the controller's plan samples with alpha={sampling.alpha!r} and beta={sampling.beta!r}: "
+            "expected shares, alpha in [0, 1] and beta in (0, 1]"
         )
     resolve_estimator(sampling.estimator)
 

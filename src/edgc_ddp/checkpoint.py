@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edgc_ddp.decisions import Layout, MatrixSpec, Plan, Sampling, is_controller
+from edgc_ddp.decisions import Layout, MatrixSpec, Plan, Sampling, is_controller, is_count
 from edgc_ddp.engine import Engine
 from edgc_ddp.memory import Slot
 from edgc_ddp.observer import Observer
@@ -48,15 +48,6 @@ def pack(engine: Engine, world_size: int, rank: int | None) -> dict[str, Any]:
         "loss_scale": engine.loss_scale,
         "window": None if observer is None else observer.state_dict(engine.spans()),
     }
-
-
-def is_count(value: Any) -> bool:
-    """Whether it is an integer from zero on.
-
-    >>> is_count(3), is_count(True), is_count(-1), is_count(2.0)
-    (True, False, False, False)
-    """
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def plain_options(controller: Any) -> dict[str, str]:

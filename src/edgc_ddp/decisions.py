@@ -16,6 +16,15 @@ FOREVER = 2**62
 """``Plan.until`` of a controller that never wants to be asked again."""
 
 
+def is_count(value: Any) -> bool:
+    """Whether it is an integer from zero on.
+
+    >>> is_count(3), is_count(True), is_count(-1), is_count(2.0)
+    (True, False, False, False)
+    """
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 @dataclass(frozen=True)
 class MatrixSpec:
     """One parameter seen as a matrix, the shorter side first (``rows <= cols``)."""
@@ -52,6 +61,10 @@ class Sampling:
     alpha: float = 0.1
     beta: float = 0.25
     estimator: str | Callable[..., Any] = "gaussian"
+
+    def has_shares(self) -> bool:
+        """Whether ``alpha`` and ``beta`` are shares, and some entry is used."""
+        return 0 <= self.alpha <= 1 and 0 < self.beta <= 1
 
     def due(self, step: int) -> bool:
         """Whether this iteration is one of the ``alpha`` share. Same answer on all ranks.
@@ -144,8 +157,10 @@ State = dict[str, Any]
 
 
 def is_controller(given: object) -> bool:
-    """Whether it has what a :class:`Controller` must."""
-    return all(callable(getattr(given, name, None)) for name in ("init", "decide"))
+    """Whether it has what a :class:`Controller` must; a class of such is none itself."""
+    return not isinstance(given, type) and all(
+        callable(getattr(given, name, None)) for name in ("init", "decide")
+    )
 
 
 class Controller(Protocol):

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from edgc_ddp.agreement import check_origin, check_world_size
-from edgc_ddp.checkpoint import VERSION, is_count, layout_of, plain_options, progress_of, whole
-from edgc_ddp.decisions import Plan
+from edgc_ddp.checkpoint import VERSION, layout_of, plain_options, progress_of, whole
+from edgc_ddp.decisions import Plan, is_count
 from edgc_ddp.engine import Engine
 from edgc_ddp.observer import Observer
 from edgc_ddp.progress import Progress
@@ -178,7 +178,7 @@ def _check_progress(progress: Progress, packed: Mapping[str, Any]) -> None:
     if not isinstance(plan.phase, str) or not isinstance(plan.reason, str):
         raise ValueError(f"phase {plan.phase!r} and reason {plan.reason!r}")
     sampling = plan.sampling
-    if sampling is not None and not (0 <= sampling.alpha <= 1 and 0 < sampling.beta <= 1):
+    if sampling is not None and not sampling.has_shares():
         raise ValueError(f"shares of what is sampled are {sampling.alpha!r} and {sampling.beta!r}")
 
 

@@ -65,8 +65,7 @@ class EDGCState:
         seed: int = 0,
     ) -> None:
         self.controller: Controller = controller if controller is not None else EntropyController()
-        given = self.controller
-        if isinstance(given, type) or not is_controller(given):
+        if not is_controller(self.controller):
             raise ValueError(
                 f"controller={controller!r}: expected an object with init(layout) and decide(state, "
                 "observation, step), for instance edgc_ddp.controllers.FixedRank(16)"

@@ -33,7 +33,7 @@ class Selective:
     dense: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.inner, type) or not is_controller(self.inner):
+        if not is_controller(self.inner):
             remedy = "give one, as in Selective(FixedRank(8), dense=('*wte*',))"
             raise bad_option("inner", self.inner, "a controller", remedy)
         for option in ("compress", "dense"):
