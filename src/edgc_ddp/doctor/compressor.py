@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from edgc_ddp.lane import Lane, Task, payload_bytes
 from edgc_ddp.maths.comm_time import MIB
 from edgc_ddp.memory import ParameterMemory
+from edgc_ddp.observer import Observer
 from edgc_ddp.reducers.bucket import Bucket, Settings
 from edgc_ddp.reducers.dense import reduce_dense
 from edgc_ddp.reducers.low_rank import reduce_low_rank
@@ -55,7 +56,7 @@ class Gradients:
     ) -> None:
         self.settings = settings
         self.memory = ParameterMemory(0, torch.float32)
-        registry = Registry(model, self.memory)
+        self.registry = registry = Registry(model, self.memory)
         parameters = [p for p in model.parameters() if p.requires_grad]
         self.buckets = []
         # Gradients become ready from the last layer to the first.
@@ -73,13 +74,13 @@ class Gradients:
         specs = [slot.spec for slot in self.memory.slots.values()]
         return max((spec.rows for spec in specs if spec is not None), default=0)
 
-    def tasks(self, lane: Lane) -> list[Task]:
-        """One task per bucket, to be run in this order."""
-        return [self._task(bucket, lane) for bucket in self.buckets]
+    def tasks(self, lane: Lane, observer: Observer | None = None) -> list[Task]:
+        """One task per bucket, to be run in this order; with ``observer`` as in a sampled iteration."""
+        return [self._task(bucket, lane, observer) for bucket in self.buckets]
 
-    def _task(self, bucket: Bucket, lane: Lane) -> Task:
+    def _task(self, bucket: Bucket, lane: Lane, observer: Observer | None) -> Task:
         if any(self.settings.compresses(slot) for slot in bucket.slots):
-            return reduce_low_rank(bucket, lane, self.settings, self.memory, None)
+            return reduce_low_rank(bucket, lane, self.settings, self.memory, observer)
         return reduce_dense(bucket, lane, self.memory)
 
 
