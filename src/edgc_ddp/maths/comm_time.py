@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
-from scipy.optimize import lsq_linear, nnls
+import scipy
 
 MIB = 2**20
 _FIRST_BUCKET = MIB
@@ -173,7 +173,7 @@ def _least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float]) ->
     matrix = np.asarray(rows) / np.asarray(seconds)[:, None]
     # Columns differ by ten powers of ten (1 against bytes); the solver's tolerance is one number.
     scale = np.maximum(np.abs(matrix).max(axis=0), np.finfo(float).tiny)
-    solution, _ = nnls(matrix / scale, np.ones(len(matrix)))
+    solution, _ = scipy.optimize.nnls(matrix / scale, np.ones(len(matrix)))
     return [float(value) for value in solution / scale]
 
 
@@ -192,7 +192,7 @@ def fit_lane(points: Sequence[tuple[float, float, float]]) -> tuple[float, float
     rows = np.asarray([[1.0, work] for _, _, work in points])
     whole = np.asarray([seconds for seconds, _, _ in points])
     rest = whole - np.asarray([other for _, other, _ in points])
-    found, _ = nnls(rows / whole[:, None], rest / whole)
+    found, _ = scipy.optimize.nnls(rows / whole[:, None], rest / whole)
     return float(found[0]), float(found[1])
 
 
@@ -292,7 +292,7 @@ def fit_steps(seen: Sequence[SeenStep]) -> StepFit:
     seconds = np.asarray([s.seconds for s in seen])
     beyond = seconds - np.asarray([s.serial_s for s in seen])
     bounds = (0.0, np.asarray([1.0, math.inf, math.inf]))
-    overlap, dense, compressed = lsq_linear(
+    overlap, dense, compressed = scipy.optimize.lsq_linear(
         rows / seconds[:, None], beyond / seconds, bounds, method="bvls"
     ).x
     return StepFit(float(overlap), float(dense), float(compressed))

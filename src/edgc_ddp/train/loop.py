@@ -7,7 +7,7 @@ import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from edgc_ddp import EDGCState
 from edgc_ddp.stages import StageCounts
 from edgc_ddp.train import checkpoint, data
-from edgc_ddp.train.pipeline import Pipeline
 from edgc_ddp.train.record import Recorder, headline
 from edgc_ddp.train.schema import Config, ScheduleConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from edgc_ddp.train.pipeline import Pipeline
 
 
 @dataclass(frozen=True)

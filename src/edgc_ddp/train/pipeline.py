@@ -6,7 +6,6 @@ what stages share (the tied weight, the gradient's norm) is settled over the pip
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import astuple
 from typing import Any
@@ -235,13 +234,3 @@ class Pipeline:
             "mean_rank": whole.mean_rank,
             "run_mean_rank": self.board.run_mean_rank,
         }
-
-
-def joint_digest(stages: list[dict[str, Any]]) -> str:
-    """Sixteen hex digits that differ when any stage's plan does; "" without plans.
-
-    >>> joint_digest([{"plan_digest": ""}, {"plan_digest": ""}])
-    ''
-    """
-    digests = "".join(stage["plan_digest"] for stage in stages)
-    return hashlib.sha256(digests.encode()).hexdigest()[:16] if digests else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -148,3 +149,13 @@ def _git_revision() -> str | None:
         return git("describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def joint_digest(stages: list[dict[str, Any]]) -> str:
+    """Sixteen hex digits that differ when any stage's plan does; "" without plans.
+
+    >>> joint_digest([{"plan_digest": ""}, {"plan_digest": ""}])
+    ''
+    """
+    digests = "".join(stage["plan_digest"] for stage in stages)
+    return hashlib.sha256(digests.encode()).hexdigest()[:16] if digests else ""

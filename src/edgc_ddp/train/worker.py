@@ -13,10 +13,14 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+# Functions in it take the default group of the moment it is imported as a default argument, and would keep
+# that group from ending; DDP imports it.
+import torch.distributed.nn.functional  # noqa: F401
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.rendezvous import rendezvous
@@ -26,10 +30,12 @@ from edgc_ddp import EDGCState, edgc_hook
 from edgc_ddp.train import checkpoint, data
 from edgc_ddp.train.loop import Run, hook_metrics, make_optimizer, resume, train, whole_metrics
 from edgc_ddp.train.model import build
-from edgc_ddp.train.pipeline import Pipeline, joint_digest
-from edgc_ddp.train.record import Recorder, bytes_saved_ratio, environment, plain
+from edgc_ddp.train.record import Recorder, bytes_saved_ratio, environment, joint_digest, plain
 from edgc_ddp.train.schema import Config, TrainConfig
 from edgc_ddp.train.validate import hook_options, identity, make_controller
+
+if TYPE_CHECKING:
+    from edgc_ddp.train.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -103,11 +109,20 @@ def _common_threads(local_size: int) -> int:
     return int(mine)
 
 
+def _pipeline(config: Config, device: torch.device) -> Pipeline | None:
+    if config.parallel.pp == 1:
+        return None
+    # Here, since torch.distributed.pipelining takes seconds, which runs without stages need not pay.
+    from edgc_ddp.train.pipeline import Pipeline
+
+    return Pipeline(config, device)
+
+
 def _set_up(job: Job, folder: Path, device: torch.device) -> Run:
     config, rank, world_size = job.config, dist.get_rank(), dist.get_world_size()
     corpus = _load_text(config, rank)
     controller = make_controller(config.controller, config.trust)
-    pipeline = Pipeline(config, device) if config.parallel.pp > 1 else None
+    pipeline = _pipeline(config, device)
     if pipeline is not None:
         ddp = pipeline.ddp
     else:
