@@ -209,6 +209,8 @@ def test_a_controller_without_a_beginning_is_refused() -> None:
         ({"until": 8.5}, "ends at iteration 8.5"),
         ({"probe_rank": -3}, "probe_rank=-3: expected an int >= 0"),
         ({"probe_rank": True}, "probe_rank=True"),
+        ({"reason": None}, "phase='mine' and reason=None: expected texts"),
+        ({"phase": 3}, "phase=3 and reason=''"),
         ({"sampling": Sampling(alpha=2)}, "alpha=2 and beta=0.25: expected shares"),
         ({"sampling": Sampling(beta=0)}, "alpha=0.1 and beta=0: expected shares"),
         ({"sampling": Sampling(estimator="gausian")}, "'gausian' is not known"),

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgc_ddp.controllers import Accordion, AdaptiveController, LGreco
 from edgc_ddp.controllers.adaptive import Item, allot
 from edgc_ddp.controllers.lgreco import Choice, cheapest
+from edgc_ddp.controllers.options import pack, unpack
 from edgc_ddp.controllers.spectrum import errors, largest_rank, spectrum, tail
 from edgc_ddp.decisions import Controller, Layout, MatrixSpec, Observation
+from edgc_ddp.memory import Slot
+from edgc_ddp.reducers.bucket import Settings
 
 A, B = MatrixSpec("a", 64, 64), MatrixSpec("b", 64, 64)
 
@@ -58,6 +63,33 @@ def test_what_was_not_measured_has_no_spectrum() -> None:
 def test_the_largest_rank_is_the_last_that_saves(rows: int, cols: int) -> None:
     rank = largest_rank(MatrixSpec("w", rows, cols))
     assert rank * (rows + cols) < rows * cols <= (rank + 1) * (rows + cols)
+
+
+@pytest.mark.parametrize("rate", [0.5, 1.0, 2.0, 7.5])
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_layout_knows_what_the_run_compresses(wire: torch.dtype, rate: float) -> None:
+    chosen = Settings(wire, min_compression_rate=rate)
+    sides = [(2, 2), (3, 6), (64, 177), (32, 32), (16, 256)]
+    layout = Layout(tuple(MatrixSpec(f"{m} x {n}", m, n) for m, n in sides))
+    for matrix in chosen.bounded(layout).matrices:
+        slot = Slot(matrix.name, matrix.numel, (matrix.rows, matrix.cols))
+        compressed = [
+            rank
+            for rank in range(1, matrix.rows + 1)
+            if chosen.compresses(replace(slot, rank=rank))
+        ]
+        assert matrix.highest == max(compressed, default=0)
+        assert largest_rank(matrix) <= matrix.highest
+        assert unpack(pack(Layout((matrix,)))).matrices == (matrix,)
+
+
+@pytest.mark.parametrize("cost", [0.0, -1, math.nan, "4"])
+def test_a_cost_that_is_none_is_told(cost: object) -> None:
+    controller = AdaptiveController(window=10, cost=lambda matrix: cost)  # type: ignore
+    state, _ = controller.decide(controller.init(Layout((A,))), None, 0)
+    seen = Observation(10, captured={"a": (2.0, 1.0)}, left={"a": 1.0})
+    with pytest.raises(ValueError, match=r"cost\('a'\)=.*: expected a finite number above 0"):
+        controller.decide(state, seen, 10)
 
 
 # -- L-GreCo ---------------------------------------------------------------------------------------

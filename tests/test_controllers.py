@@ -599,8 +599,8 @@ def test_warm_up_looks_four_times_and_asks_for_the_curve_up_to_r_max() -> None:
     trace = drive(entropy_controller(window=1000, r_max=24), World(), start=0)
     assert [each.step for each in trace[:5]] == [0, 10, 20, 30, 40]
     assert trace[0].plan.probe_rank == 24
-    assert drive(EntropyController(), World(), SQUARE)[0].plan.probe_rank == 128
-    assert drive(EntropyController(), World(), Layout(LAYOUT.matrices[2:]))[0].plan.probe_rank == 64
+    # With bounds to be measured nobody reads it, and its work would be taken for the average's.
+    assert all(each.plan.probe_rank == 0 for each in drive(EntropyController(), World(), SQUARE))
 
 
 @pytest.mark.parametrize("window", [3, 7, 10, 33])
@@ -720,6 +720,11 @@ def test_selective_hides_the_dense_matrices_from_the_inner_controller() -> None:
         (lambda: AdaptiveController(step_limit=0), "step_limit=0: expected a whole number >= 1"),
         (lambda: AdaptiveController(warmup=-1), "warmup=-1: expected a whole number of iterations"),
         (lambda: AdaptiveController(cost=3), "cost=3: expected a function of a MatrixSpec; leave"),  # type: ignore
+        (
+            lambda: LGreco(8, window=0.5, total_steps=0),
+            "total_steps=0: expected a whole number >= 1",
+        ),
+        (lambda: Accordion(8, 4, total_steps="x"), "total_steps='x': expected a whole number"),  # type: ignore
         (lambda: Selective(8), "inner=8: expected a controller; give one"),
         (lambda: Selective(Dense(), compress="*"), "compress='*': expected a sequence of name"),
         (

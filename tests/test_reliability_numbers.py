@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,8 @@ from torch import Tensor
 
 from edgc_ddp import EDGCState
 from edgc_ddp.controllers import EntropyController, FixedRank, Scheduled
+from edgc_ddp.decisions import Layout, Observation, Plan, Sampling, State
+from edgc_ddp.maths.entropy import ESTIMATORS
 
 Pools = Callable[[int], Ranks]
 SHAPES = [(24, 40), (40, 24), (16,), (8, 3, 2, 2)]
@@ -257,6 +261,63 @@ def scale_after_a_load(rank: int, world: int, collapsed: bool) -> float:
 def test_a_checkpoint_knows_the_scale_of_the_coming_backward(ranks: Pools, collapsed: bool) -> None:
     for error in ranks(2)(scale_after_a_load, collapsed):
         assert error < 1e-5
+
+
+class Watching:
+    """Dense for a window, probed, then rank 4; keeps what it is shown."""
+
+    def __init__(self, estimator: str | Callable[..., Tensor]) -> None:
+        self.estimator = estimator
+        self.seen: list[Observation] = []
+
+    def init(self, layout: Layout) -> State:
+        self.layout = layout
+        return {}
+
+    def decide(self, state: State, seen: Observation | None, step: int) -> tuple[State, Plan]:
+        if seen is not None:
+            self.seen.append(replace(seen, span_seconds=math.nan))
+        looks = Sampling(alpha=1.0, beta=1.0, estimator=self.estimator)
+        rank, until = (4, step + 5) if self.seen else (0, step + 4)
+        options: dict[str, Any] = {"sampling": looks, "probe_rank": 0 if rank else 6}
+        return state, Plan.uniform(self.layout, rank, "mine", until=until, **options)
+
+
+def mean_size(grad_MN: Tensor, beta: float, offset: int) -> Tensor:
+    """An estimator of a user's own."""
+    return grad_MN.float().abs().mean()
+
+
+def observed(
+    rank: int, world: int, estimator: str | Callable[..., Tensor], moving: bool
+) -> list[dict[str, Any]]:
+    controller = Watching(estimator)
+    state = EDGCState(controller=controller, min_compression_rate=0)
+    ddp = wrap(Given(SHAPES), state)
+    for step in range(18):
+        scale = 1.0
+        if moving:
+            scale = state.loss_scale = 2.0 ** (12 - step if step < 9 else step)
+        averages(ddp, [scale * g for g in draw(SHAPES, seed=10 * step + rank)])
+    return [asdict(seen) for seen in controller.seen]
+
+
+@pytest.mark.parametrize("estimator", [*ESTIMATORS, mean_size])
+def test_a_loss_scale_that_moves_is_no_news_of_the_gradient(
+    ranks: Pools, estimator: str | Callable[..., Tensor]
+) -> None:
+    steady, moving = (ranks(2)(observed, estimator, scaled) for scaled in (False, True))
+    assert repr(moving[0]) == repr(moving[1]) and len(steady[0]) == len(moving[0]) == 3
+    for expected, seen in zip(steady[0], moving[0], strict=True):
+        for what, values in expected.items():
+            if isinstance(values, dict):
+                for name, value in values.items():
+                    assert seen[what][name] == pytest.approx(value, rel=1e-5, nan_ok=True), what
+            else:
+                assert seen[what] == pytest.approx(values, rel=1e-5, nan_ok=True), what
+    first, last = moving[0][0], moving[0][-1]
+    assert first["error_curve"][0] > first["error_curve"][-1] > 0
+    assert all(math.isfinite(last["left"][name]) for name in last["left"])
 
 
 def with_scaler(rank: int, world: int) -> tuple[int, float, bytes]:

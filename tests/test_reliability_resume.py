@@ -16,7 +16,7 @@ from scenes import Given, averages, draw, fingerprint, seeded, wrap
 from torch import Tensor, nn
 
 from edgc_ddp import EDGCState
-from edgc_ddp.controllers import FixedRank, Scheduled
+from edgc_ddp.controllers import AdaptiveController, FixedRank, Scheduled
 
 Pools = Callable[[int], Ranks]
 
@@ -280,3 +280,67 @@ def loggers_habit(rank: int, world: int) -> None:
 
 def test_what_a_logger_takes_from_a_decision_is_still_there(ranks: Pools) -> None:
     ranks(2)(loggers_habit)
+
+
+def cut_otherwise(rank: int, world: int) -> None:
+    shapes = [(16, 24)] * 6
+    gradients = draw(shapes, seed=rank)
+    first, second = EDGCState(FixedRank(3)), EDGCState(FixedRank(3))
+    # Only so does DDP cut its buckets before the first iteration.
+    many = wrap(Given(shapes), first, 0.002, find_unused_parameters=True)
+    one = wrap(Given(shapes), second, 25, find_unused_parameters=True)
+    for ddp in (many, one):
+        for _ in range(4):
+            averages(ddp, gradients)
+    owed = copy.deepcopy(second.state_dict()["slots"])
+    with pytest.raises(ValueError, match="bucket 0 held 2 parameters there and 6 here"):
+        second.load_state_dict(first.state_dict())
+    for name, slot in second.state_dict()["slots"].items():
+        assert torch.equal(slot["residual"], owed[name]["residual"])
+    first.load_state_dict(first.state_dict())
+    averages(many, gradients)
+
+
+def test_a_state_in_use_is_not_given_residuals_of_another_cut(ranks: Pools) -> None:
+    ranks(2)(cut_otherwise)
+
+
+def long_planned(rank: int, world: int) -> None:
+    shapes = [(16, 24)]
+    state = EDGCState(Scheduled({0: 3, 100_000: 2}))
+    ddp = wrap(Given(shapes), state)
+    gradients = draw(shapes, seed=rank)
+    averages(ddp, gradients)
+    observer = state.engine.observer
+    while observer is None:
+        averages(ddp, gradients)
+        observer = state.engine.observer
+    for _ in range(1500):
+        observer.note_span(0.5, 0.75)  # type: ignore[arg-type]
+    averages(ddp, gradients)
+    assert len(observer.spans) == 1000 and observer.spans[-1] != (0.5, 0.75)
+
+
+def test_a_plan_of_100000_iterations_does_not_keep_all_their_times(ranks: Pools) -> None:
+    ranks(2)(long_planned)
+
+
+def asked_for_twice_fewer(rank: int, world: int) -> list[dict[str, int]]:
+    shapes = [(32, 32), (32, 256)]
+    controller = AdaptiveController(window=2, budget=0.9)
+    state = EDGCState(controller, min_compression_rate=2.0)
+    ddp = wrap(Given(shapes), state)
+    plans = []
+    for step in range(40):
+        averages(ddp, draw(shapes, seed=10 * step + rank))
+        if step > 2:
+            assert state.plan() == dict(state.engine.progress.plan.ranks)
+        plans.append(state.plan())
+    return plans
+
+
+def test_ranks_by_energy_stay_where_matrices_are_compressed(ranks: Pools) -> None:
+    first, second = ranks(2)(asked_for_twice_fewer)
+    assert first == second
+    # 7 * 64 + 1 entries are less than half of 1024, 8 * 64 + 1 are not.
+    assert max(plan["parameter_0000"] for plan in first[4:]) == 7

@@ -177,6 +177,9 @@ def test_another_world_size_keeps_what_is_still_to_be_sent(ranks: Pools) -> None
             torch.testing.assert_close(got, expected)
     with pytest.raises(ValueError, match="all ranks of one run"):
         merge([answers[0][0]], world_size=3)
+    for nothing in ({}, 1):
+        with pytest.raises(ValueError, match="this is no EDGCState.state_dict"):
+            merge([nothing], world_size=1)  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"one state of each rank, got those of ranks \[0, 0\]"):
         merge([answers[0][0]] * 2, world_size=3)
     for size in (0, -1, 2.5, "3"):

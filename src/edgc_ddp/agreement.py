@@ -131,6 +131,10 @@ def checked_plan(plan: Plan, layout: Layout, step: int) -> Plan:
         raise ValueError(
             f"the controller's plan has probe_rank={plan.probe_rank!r}: expected an int >= 0"
         )
+    if not isinstance(plan.phase, str) or not isinstance(plan.reason, str):
+        raise ValueError(
+            f"the controller's plan has phase={plan.phase!r} and reason={plan.reason!r}: expected texts"
+        )
     if plan.sampling is not None:
         _check_sampling(plan.sampling)
     return replace(plan, ranks={m.name: min(plan.ranks[m.name], m.rows) for m in layout.matrices})

@@ -23,8 +23,15 @@ from edgc_ddp.progress import Progress, copied
 VERSION = 2
 
 
+_KEYS = {"version", "controller", "world_size", "layout", "progress", "window", "buckets"}
+
+
 def whole(packed: Mapping[str, Any]) -> dict[str, Any]:
-    """With what torch's distributed checkpoints leave out: they keep no empty dictionary."""
+    """With what torch's distributed checkpoints leave out: they keep no empty dictionary. Raises ValueError
+    for what is no state."""
+    if not isinstance(packed, Mapping) or (missing := _KEYS - set(packed)):
+        what = f"lacks {sorted(missing)}" if isinstance(packed, Mapping) else "is no dictionary"
+        raise ValueError(f"this is no EDGCState.state_dict(): it {what}")
     return {"slots": {}, **packed}
 
 
@@ -109,6 +116,11 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().clone()
 
 
+def sides_of(entry: Mapping[str, Any]) -> tuple[int, int] | None:
+    rows_cols = entry["sides"]
+    return (rows_cols[0], rows_cols[1]) if rows_cols else None
+
+
 def layout_of(packed: Mapping[str, Any]) -> Layout:
     return Layout(tuple(MatrixSpec(*entry) for entry in packed["layout"]), packed["world_size"])
 
@@ -164,7 +176,7 @@ def unpack(engine: Engine, packed: Mapping[str, Any]) -> None:
         # Of another state that was loaded before this one.
         del slots[name]
     for name, entry in packed["slots"].items():
-        sides = tuple(entry["sides"]) if entry["sides"] else None
+        sides = sides_of(entry)
         slot = slots.setdefault(name, Slot(name, entry["numel"], sides))
         slot.numel, slot.sides = entry["numel"], sides
         slot.index, slot.rank = index.get(name, -1), entry["rank"]

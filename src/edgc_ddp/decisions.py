@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 FOREVER = 2**62
@@ -32,6 +32,9 @@ class MatrixSpec:
     name: str
     rows: int
     cols: int
+    highest: int | None = None
+    """The highest rank that is sent as factors under the run's ``min_compression_rate``: above it the
+    matrix is averaged dense. None where that is not known."""
 
     @property
     def numel(self) -> int:
@@ -102,8 +105,12 @@ class Plan:
         return cls(ranks=ranks, phase=phase, **options)
 
     def digest(self) -> str:
-        """Sixteen hex digits that differ when two plans differ."""
-        text = repr((sorted(self.ranks.items()), self.phase, self.until, self.probe_rank))
+        """Sixteen hex digits that differ when two plans do, in more than their reasons or in what function
+        the gradient is sampled by."""
+        looks = self.sampling
+        if looks is not None and callable(looks.estimator):
+            looks = replace(looks, estimator="")
+        text = repr((sorted(self.ranks.items()), self.phase, self.until, self.probe_rank, looks))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

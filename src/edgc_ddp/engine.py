@@ -294,6 +294,8 @@ class Engine:
     def _follow(self, loss_scale: float) -> None:
         """Residuals are gradients under the loss scale of their time: bring them to this one."""
         before, self.progress.loss_scale = self.progress.loss_scale, loss_scale
+        if self.observer is not None:
+            self.observer.loss_scale = loss_scale
         if before is not None and before != loss_scale:
             self.memory.rescale(loss_scale / before)
 
@@ -303,7 +305,7 @@ class Engine:
             if timed and progress.plan.until < FOREVER:
                 assert self._began is not None
                 # Nobody will ask for the others, and they would pile up.
-                self.observer.spans.append((self._began, lane.mark()))
+                self.observer.note_span(self._began, lane.mark())
             self.observer.steps += 1
         if self._mean_rank:
             progress.rank_sum += self._mean_rank
@@ -336,7 +338,7 @@ class Engine:
     def _decide(self, lane: Lane) -> None:
         """Agree on what was seen, ask the controller, check that all ranks got the same answer."""
         progress = self.progress
-        layout = self.layout or self.registry.layout(lane.world_size)
+        layout = self.layout or self.settings.bounded(self.registry.layout(lane.world_size))
         known = progress.controller_state
         if known is None:
             known = self.controller.init(layout)

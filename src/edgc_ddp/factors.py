@@ -18,8 +18,8 @@ from torch import Tensor
 from edgc_ddp.decisions import Layout
 from edgc_ddp.maths.entropy import strided_sample
 
-# Sums and counts over sampled iterations (and, once summed over them, ranks).
-_GRADIENT, _GRADIENTS, _WHOLE, _WHOLES, _FACTORS = range(5)
+# Sums over sampled iterations (and, once summed over them, ranks); behind the first two, their counts.
+_GRADIENT, _WHOLE, _FACTORS = 0, 2, 4
 
 
 class FactorSums:
@@ -81,30 +81,41 @@ class FactorSums:
         self.probes = window["probes"].clone().to(self.device)
         self._split(window["heights"])
 
-    def gradient(self, index: int, grad_MN: Tensor, beta: float, step: int) -> None:
+    def gradient(
+        self, index: int, grad_MN: Tensor, beta: float, step: int, loss_scale: float = 1.0
+    ) -> None:
         """Note a rank's own gradient's energy, from a share ``beta`` of its entries."""
         sample = strided_sample(grad_MN, beta, step).float()
         share = grad_MN.numel() / sample.numel()
-        self._add(index, _GRADIENT, torch.linalg.vector_norm(sample).square() * share)
+        norm = torch.linalg.vector_norm(sample) / loss_scale
+        self._add(index, _GRADIENT, norm.square() * share)
 
     def whole(self, index: int, energy: Tensor) -> None:
         """Note the energy of a rank's gradient plus residual."""
         self._add(index, _WHOLE, energy)
 
-    def left(self, index: int, a_MN: Tensor, p_MR: Tensor, q_NR: Tensor, step: int) -> None:
+    def left(
+        self,
+        index: int,
+        a_MN: Tensor,
+        p_MR: Tensor,
+        q_NR: Tensor,
+        step: int,
+        loss_scale: float = 1.0,
+    ) -> None:
         """Note what this rank's factors leave of its gradient plus residual A."""
         if not self.heights[index]:
             return
         signs_N = self._draw(a_MN.shape[1], step).to(a_MN.dtype)
         left_M = torch.mv(a_MN, signs_N) - torch.mv(p_MR, torch.mv(q_NR.t(), signs_N))
         known = torch.isfinite(left_M).all()
-        self._probes[index].add_(torch.where(known, left_M, 0.0).float())
+        self._probes[index].add_(torch.where(known, left_M / loss_scale, 0.0).float())
 
-    def averaged(self, index: int, q_NR: Tensor) -> None:
+    def averaged(self, index: int, q_NR: Tensor, loss_scale: float = 1.0) -> None:
         """Note the averaged factor Q: with orthonormal P, a column's energy is a direction's."""
         if not self.ranks[index]:
             return
-        energy_R = q_NR.float().square().sum(0)
+        energy_R = (q_NR.float() / loss_scale).square().sum(0)
         known = torch.isfinite(energy_R).all()
         self._captured[index].add_(torch.where(known, energy_R, 0.0))
         self.scalars[index, _FACTORS] += known

@@ -10,27 +10,22 @@ from typing import Any
 import torch
 
 from edgc_ddp.agreement import check_origin, check_world_size
-from edgc_ddp.checkpoint import VERSION, layout_of, plain_options, progress_of, whole
+from edgc_ddp.checkpoint import VERSION, layout_of, plain_options, progress_of, sides_of, whole
 from edgc_ddp.decisions import Plan, is_count
 from edgc_ddp.engine import Engine
 from edgc_ddp.observer import Observer
 from edgc_ddp.progress import Progress
 
-_KEYS = {"version", "controller", "world_size", "layout", "progress", "window", "buckets"}
-
 
 def check(engine: Engine, packed: Mapping[str, Any], world_size: int, rank: int | None) -> None:
     """Raise ValueError unless ``packed`` is a whole state of this model, controller, ``world_size`` and
     ``rank`` (0 and None = not known yet)."""
-    if not isinstance(packed, Mapping) or (missing := _KEYS - set(packed)):
-        what = f"lacks {sorted(missing)}" if isinstance(packed, Mapping) else "is no dictionary"
-        raise ValueError(f"this is no EDGCState.state_dict(): it {what}")
+    packed = whole(packed)
     if packed["version"] != VERSION:
         raise ValueError(
             f"the state has version {packed['version']!r}, this edgc_ddp reads {VERSION}: load it with "
             "the edgc_ddp that wrote it"
         )
-    packed = whole(packed)
     with _damage("origin"):
         _check_origin(packed)
     _check_controller(engine, packed)
@@ -42,6 +37,7 @@ def check(engine: Engine, packed: Mapping[str, Any], world_size: int, rank: int 
             _check_slot(name, entry)
     if packed["slots"]:
         _check_model(engine, packed["slots"], packed.get("unseen", ()))
+        engine.registry.check_buckets(packed["buckets"])
     _check_feedback(engine, packed["slots"])
     with _damage("progress"):
         progress = progress_of(engine, packed)
@@ -103,7 +99,7 @@ def _check_controller(engine: Engine, packed: Mapping[str, Any]) -> None:
 
 def _check_slot(name: str, entry: Mapping[str, Any]) -> None:
     residual, basis, rank = entry["residual"], entry["basis"], entry["rank"]
-    sides = tuple(entry["sides"]) if entry["sides"] else None
+    sides = sides_of(entry)
     if not is_count(rank) or rank > (min(sides) if sides else 0):
         raise ValueError(f"the rank of {name!r} is {rank!r}")
     if residual is not None and residual.shape != (entry["numel"],):
@@ -138,7 +134,7 @@ def _check_model(engine: Engine, slots: Mapping[str, Any], unseen: Sequence[str]
             "checkpoint of this model, with model=ddp.module given at both times or at neither"
         )
     for name, entry in slots.items():
-        sides = tuple(entry["sides"]) if entry["sides"] else None
+        sides = sides_of(entry)
         if expected[name] != (entry["numel"], sides):
             raise ValueError(
                 f"the state is of another model: parameter {name!r} is matrix {sides} there and "

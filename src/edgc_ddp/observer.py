@@ -17,11 +17,12 @@ from torch import Tensor
 from edgc_ddp.decisions import Layout, Observation, Plan
 from edgc_ddp.factors import FactorSums
 from edgc_ddp.lane import Mark
-from edgc_ddp.maths.entropy import resolve_estimator
+from edgc_ddp.maths.entropy import entropy_under, resolve_estimator
 from edgc_ddp.maths.orthogonal import orthonormalise, random_basis
 from edgc_ddp.maths.placed import aligned
 
 _FIELDS = 4  # entropy sum, entropy count, energy before, energy left
+_SPANS = 1000
 
 
 class Observer:
@@ -33,6 +34,9 @@ class Observer:
         self.spans: list[float | tuple[Mark, Mark]] = []
         """Seconds, or the two marks between which they will be read."""
         self.steps = 0
+        self.loss_scale = 1.0
+        """What this iteration's gradients and residuals are multiplied by: all sums are without it, since
+        a scale that moves is no news of the gradient."""
         self.factors = FactorSums(layout, device)
         self.reset(Plan({}, phase="start"))
 
@@ -72,22 +76,30 @@ class Observer:
         self.curve = window["curve"].clone().to(self.device)
         self.factors.load_state_dict(window["factors"])
 
+    def note_span(self, began: Mark, ended: Mark) -> None:
+        """An iteration was averaged between these marks."""
+        self.spans.append((began, ended))
+        # A plan may last for a hundred thousand iterations.
+        del self.spans[:-_SPANS]
+
     def sample(self, index: int, grad_MN: Tensor, plan: Plan, step: int) -> None:
         """Take one matrix's entropy. ``grad_MN`` is this rank's own gradient, before compression:
         what compression leaves would measure the rank, and a falling rank would feed on itself."""
         assert plan.sampling is not None
         estimator = resolve_estimator(plan.sampling.estimator)
-        entropy = estimator(grad_MN, plan.sampling.beta, step)
+        beta, scale = plan.sampling.beta, self.loss_scale
+        entropy = entropy_under(scale, estimator, grad_MN, beta, step)
         known = torch.isfinite(entropy)
         self.sums[index, 0] += torch.where(known, entropy, 0.0).to(self.sums.dtype)
         self.sums[index, 1] += known.to(self.sums.dtype)
-        self.factors.gradient(index, grad_MN, plan.sampling.beta, step)
+        self.factors.gradient(index, grad_MN, beta, step, scale)
 
     def energy(self, index: int, before: Tensor, sent: Tensor) -> None:
         """Note squared norms of gradient plus residual and of what was sent of it.
 
         With orthonormal P the residual's energy is their difference, so no pass over it is needed.
         """
+        before, sent = before / self.loss_scale**2, sent / self.loss_scale**2
         self.factors.whole(index, before)
         known = torch.isfinite(before) & torch.isfinite(sent)
         self.sums[index, 2] += torch.where(known, before, 0.0)
@@ -95,11 +107,11 @@ class Observer:
 
     def local_factors(self, index: int, a_MN: Tensor, p_MR: Tensor, q_NR: Tensor) -> None:
         """Note what this rank's factors leave of its gradient plus residual A."""
-        self.factors.left(index, a_MN, p_MR, q_NR, self.steps)
+        self.factors.left(index, a_MN, p_MR, q_NR, self.steps, self.loss_scale)
 
     def averaged_factor(self, index: int, q_NR: Tensor) -> None:
         """Note the energy of each direction of the averaged factor Q."""
-        self.factors.averaged(index, q_NR)
+        self.factors.averaged(index, q_NR, self.loss_scale)
 
     def probe(self, average_MN: Tensor) -> None:
         """Add the energy that one pass at rank 0, 1, ... would leave of an averaged gradient.
@@ -113,10 +125,11 @@ class Observer:
         generator = torch.Generator(average_MN.device).manual_seed(cols)
         q_NR = random_basis(cols, rank, generator).to(average_MN.dtype)
         p_MR = orthonormalise(average_MN @ q_NR)
-        energy_R = (average_MN.t() @ p_MR).square().sum(0)
+        scaled = self.loss_scale**2
+        energy_R = (average_MN.t() @ p_MR).square().sum(0) / scaled
         # A running sum as a product: CUDA has no deterministic one of floats.
         captured_R = energy_R.new_ones(rank, rank).tril() @ energy_R
-        total = average_MN.square().sum()
+        total = average_MN.square().sum() / scaled
         self.curve[0] += total
         self.curve[1 : rank + 1] += (total - captured_R).clamp(min=0)
         self.curve[rank + 1 :] += (total - captured_R[-1]).clamp(min=0)

@@ -92,16 +92,21 @@ class Registry:
         return tuple(self._slot(parameter, sparse) for parameter in parameters)
 
     def _note_bucket(self, size: int) -> None:
-        """Without names, the order of arrival must be that of the run which wrote the checkpoint."""
-        place = len(self.first_buckets)
         self.first_buckets.append(size)
-        if self._names is None and self._expected_buckets[place : place + 1] not in ([], [size]):
-            raise ValueError(
-                "the loaded state was written without model= and knows parameters by the buckets they "
-                f"first came in, but bucket {place} held {self._expected_buckets[place]} parameters there "
-                f"and {size} here: use the same model and bucket_cap_mb, or pass model=ddp.module at both "
-                "times"
-            )
+        self.check_buckets(self._expected_buckets[: len(self.first_buckets)])
+
+    def check_buckets(self, theirs: Sequence[int]) -> None:
+        """Raise ValueError where a checkpoint's run had other first buckets than this one so far: without
+        names, the order of arrival must be that of the run which wrote it."""
+        if self._names is not None:
+            return
+        for place, (there, here) in enumerate(zip(theirs, self.first_buckets, strict=False)):
+            if there != here:
+                raise ValueError(
+                    "the loaded state was written without model= and knows parameters by the buckets they "
+                    f"first came in, but bucket {place} held {there} parameters there and {here} here: use "
+                    "the same model and bucket_cap_mb, or pass model=ddp.module at both times"
+                )
 
     def _slot(self, parameter: Tensor, sparse: bool) -> Slot:
         known = self._by_id.get(id(parameter))

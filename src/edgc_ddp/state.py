@@ -125,8 +125,9 @@ class EDGCState:
     def loss_scale(self) -> float | None:
         """What the loss is multiplied by; None (the default) when it never changes.
 
-        With a loss scaler set ``state.loss_scale = scaler.get_scale()`` after ``scaler.update()``: what
-        is still to be sent then follows the scale. Raises ValueError unless it is None or positive.
+        With a loss scaler set ``state.loss_scale = scaler.get_scale()`` before the first step and after
+        each ``scaler.update()``: what is still to be sent then follows the scale, and what ranks are decided
+        on is that of the unscaled gradient. Raises ValueError unless it is None or positive.
         """
         return self.engine.loss_scale
 

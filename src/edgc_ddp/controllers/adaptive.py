@@ -139,8 +139,6 @@ class AdaptiveController:
     cost: Callable[[MatrixSpec], float] | None = None
 
     def __post_init__(self) -> None:
-        if self.total_steps is not None:
-            check_count("total_steps", self.total_steps, remedy="give the run's iterations or None")
         if self.budget is not None:
             check_share("budget", self.budget, remedy="0.25 sends a quarter of the entries")
         if self.target is not None:
@@ -172,13 +170,14 @@ class AdaptiveController:
         if step < begin + warmup:
             end = begin + warmup
             until = min(step + window, end)
+            probed = self.target is not None and until == end
             return state, Plan.uniform(
                 layout,
                 0,
                 "warmup",
                 until=until,
                 sampling=sampling_over(until - step),
-                probe_rank=min(_LARGEST_PROBE, self._largest(layout)) if until == end else 0,
+                probe_rank=min(_LARGEST_PROBE, self._largest(layout)) if probed else 0,
                 reason="warm-up",
             )
         if not state["ranks"]:
@@ -222,7 +221,7 @@ class AdaptiveController:
             if energies is None or high == 0:
                 continue
             rank = ranks[matrix.name]
-            cost = _sides(matrix) if self.cost is None else self.cost(matrix)
+            cost = _sides(matrix) if self.cost is None else self._own_cost(matrix)
             near_low, near_high = rank - self.step_limit, rank + self.step_limit
             items.append(Item(matrix, energies, max(low, near_low), min(high, near_high), cost))
         if not items:
@@ -237,6 +236,14 @@ class AdaptiveController:
         return ranks, (
             f"{given.error:.1%} of the energy left at {self._share(layout, ranks):.2%} of the entries"
         )
+
+    def _own_cost(self, matrix: MatrixSpec) -> float:
+        assert self.cost is not None
+        cost = self.cost(matrix)
+        if not isinstance(cost, int | float) or not 0 < cost < math.inf:
+            expected = "a finite number above 0"
+            raise bad_option(f"cost({matrix.name!r})", cost, expected, "leave cost out")
+        return cost
 
     def _share(self, layout: Layout, ranks: Mapping[str, int]) -> float:
         return sum(ranks[m.name] * _sides(m) for m in layout.matrices) / max(1, layout.numel)

@@ -48,6 +48,8 @@ def iterations(option: str, value: object, total_steps: int | None) -> int:
     >>> iterations("window", 1000, None), iterations("window", 0.1, 300)
     (1000, 30)
     """
+    if total_steps is not None:
+        check_count("total_steps", total_steps, remedy="give the run's iterations or None")
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value
     if not isinstance(value, float) or not 0 < value < 1:
@@ -83,13 +85,13 @@ def sampling_over(
 
 def pack(layout: Layout) -> list[list[Any]]:
     """The layout's matrices as lists, equal to themselves after a trip through JSON."""
-    return [[matrix.name, matrix.rows, matrix.cols] for matrix in layout.matrices]
+    return [[m.name, m.rows, m.cols, m.highest] for m in layout.matrices]
 
 
 def unpack(packed: list[list[Any]]) -> Layout:
     """Inverse of :func:`pack` (the world size, which no controller here needs, is left out).
 
     >>> unpack(pack(Layout((MatrixSpec("w", 4, 8),)))).matrices
-    (MatrixSpec(name='w', rows=4, cols=8),)
+    (MatrixSpec(name='w', rows=4, cols=8, highest=None),)
     """
-    return Layout(tuple(MatrixSpec(name, rows, cols) for name, rows, cols in packed))
+    return Layout(tuple(MatrixSpec(*matrix) for matrix in packed))

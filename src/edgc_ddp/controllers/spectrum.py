@@ -80,9 +80,13 @@ def errors(energies: Sequence[float]) -> tuple[float, ...]:
 
 
 def largest_rank(matrix: MatrixSpec) -> int:
-    """The largest rank at which factors are smaller than the matrix; 0 when there is none.
+    """The largest rank at which factors are smaller than the matrix and, where that is known, are sent; 0
+    when there is none.
 
     >>> largest_rank(MatrixSpec("w", 64, 64)), largest_rank(MatrixSpec("v", 2, 2))
     (31, 0)
+    >>> largest_rank(MatrixSpec("w", 64, 64, highest=15))
+    15
     """
-    return (matrix.numel - 1) // (matrix.rows + matrix.cols)
+    smaller = (matrix.numel - 1) // (matrix.rows + matrix.cols)
+    return smaller if matrix.highest is None else min(smaller, matrix.highest)

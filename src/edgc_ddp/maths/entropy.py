@@ -203,6 +203,8 @@ ESTIMATORS: dict[str, Estimator] = {
 }
 """All estimators by name."""
 
+_SEE_SCALE = (gaussian, histogram)
+
 
 def resolve_estimator(name_or_callable: str | Estimator) -> Estimator:
     """The estimator of that name; a function of the same form is returned as it is.
@@ -221,6 +223,22 @@ def resolve_estimator(name_or_callable: str | Estimator) -> Estimator:
             "or pass a function (grad_MN, beta, offset) -> 0-dim tensor"
         )
     return ESTIMATORS[name_or_callable]
+
+
+def entropy_under(
+    loss_scale: float, estimator: Estimator, grad_MN: Tensor, beta: float, offset: int
+) -> Tensor:
+    """The entropy of ``grad_MN / loss_scale``. A differential entropy moves by the logarithm of the scale;
+    only for an estimator that is not known here the gradient is divided.
+
+    >>> grad = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    >>> bool(entropy_under(1024.0, gaussian, 1024 * grad, 0.25, 0).isclose(gaussian(grad, 0.25, 0)))
+    True
+    """
+    if loss_scale == 1 or estimator in ESTIMATORS.values():
+        shift = math.log(loss_scale) if estimator in _SEE_SCALE else 0.0
+        return estimator(grad_MN, beta, offset) - shift
+    return estimator(_float(grad_MN) / loss_scale, beta, offset)
 
 
 def _check(grad_MN: Tensor, beta: float, offset: int) -> None:

@@ -1,1 +1,1 @@
-"""How one bucket becomes its average: dense, or as low-rank factors."""
+"""How one bucket becomes its average: dense, dense in fewer bits, sparse, or as low-rank factors."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from edgc_ddp.decisions import Layout
 from edgc_ddp.memory import Slot
 from edgc_ddp.reducers.wire import DENSE_BESIDE_INT8, SCALE_BYTES, split
 
@@ -46,13 +48,23 @@ class Settings:
     def compresses(self, slot: Slot) -> bool:
         """Whether factors at the slot's rank, with their flag, take fewer bytes on the wire than the
         matrix itself would there, by the asked rate."""
-        if slot.rank == 0 or slot.sides is None:
-            return False
+        return slot.sides is not None and slot.rank > 0 and self._saves(slot.sides, slot.rank)
+
+    def bounded(self, layout: Layout) -> Layout:
+        """With the highest rank at which each matrix is compressed, 0 where none is."""
+        ranks = (
+            next((r for r in range(m.rows, 0, -1) if self._saves((m.rows, m.cols), r)), 0)
+            for m in layout.matrices
+        )
+        known = (replace(m, highest=r) for m, r in zip(layout.matrices, ranks, strict=True))
+        return replace(layout, matrices=tuple(known))
+
+    def _saves(self, sides: tuple[int, int], rank: int) -> bool:
         entry, column, beside = self.wire_dtype.itemsize, 0, self.wire_dtype.itemsize
         if self.wire_dtype == torch.int8:
             column, beside = SCALE_BYTES, DENSE_BESIDE_INT8.itemsize
-        factors = slot.rank * (sum(slot.sides) * entry + 2 * column) + beside
-        return factors * self.min_compression_rate < slot.numel * beside
+        factors = rank * (sum(sides) * entry + 2 * column) + beside
+        return factors * self.min_compression_rate < math.prod(sides) * beside
 
     @property
     def channels(self) -> int:
