@@ -142,9 +142,7 @@ def look_seconds(model: str, repeats: int) -> float:
         run_alone(gradients.tasks(lane))
         between = time.perf_counter()
         for bucket in gradients.buckets:
-            for item in bucket.items(bucket.buffer):
-                if item.slot.index >= 0:
-                    observer.sample(item.slot.index, item.slot.as_matrix(item.flat), plan, turn)
+            observer.look(bucket, plan, turn)
         run_alone(gradients.tasks(lane, observer))
         observer.steps += 1
         within.append(time.perf_counter() - between)

@@ -348,7 +348,7 @@ def test_a_grad_scaler_comes_down_and_trains(ranks: Pools) -> None:
     assert weights == second[2]
 
 
-@pytest.mark.parametrize("scale", [0, -1.0, math.inf, math.nan])
+@pytest.mark.parametrize("scale", [0, -1.0, math.inf, math.nan, [], "0.5", True, torch.ones(2)])
 def test_loss_scales_that_cannot_be_are_refused(scale: float) -> None:
     with pytest.raises(ValueError, match="loss_scale="):
         EDGCState().loss_scale = scale

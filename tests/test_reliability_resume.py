@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import logging
 import pickle
 import sys
 from collections.abc import Callable, Sequence
@@ -12,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
-from scenes import Given, averages, draw, fingerprint, seeded, wrap
+from scenes import Given, averages, draw, fingerprint, plain_mean, seeded, wrap
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from edgc_ddp import EDGCState
 from edgc_ddp.controllers import AdaptiveController, FixedRank, Scheduled
@@ -344,3 +347,169 @@ def test_ranks_by_energy_stay_where_matrices_are_compressed(ranks: Pools) -> Non
     assert first == second
     # 7 * 64 + 1 entries are less than half of 1024, 8 * 64 + 1 are not.
     assert max(plan["parameter_0000"] for plan in first[4:]) == 7
+
+
+FORMATS: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda weight: weight.contiguous(),
+    "channels_last": lambda weight: weight.contiguous(memory_format=torch.channels_last),
+    "turned": lambda weight: weight.t().contiguous().t(),
+}
+CONVERTED = [
+    ((6, 5, 3, 3), "plain", "channels_last"),
+    ((6, 5, 3, 3), "channels_last", "plain"),
+    ((60, 2, 3, 3), "plain", "channels_last"),
+    ((12, 12), "plain", "turned"),
+]
+
+
+def laid_out(shape: Sequence[int], how: str) -> Given:
+    model = Given([shape])
+    model.weights[0].data = FORMATS[how](model.weights[0].data)
+    return model
+
+
+def converted(
+    rank: int, world: int, shape: Sequence[int], before: str, after: str, loaded: bool
+) -> float:
+    """All is paid in the end, whatever the memory format: what is missing of what was given."""
+    model = laid_out(shape, before)
+    state = EDGCState(Scheduled({2: 2, 9: 0}), model=model)
+    ddp = wrap(model, state, gradient_as_bucket_view=True)
+    given, received = torch.zeros(shape), torch.zeros(shape)
+    for step in range(12):
+        if step == 6:
+            saved = state.state_dict()
+            model.weights[0].data = FORMATS[after](model.weights[0].data)
+            if loaded:
+                state = EDGCState(Scheduled({2: 2, 9: 0}), model=model)
+                state.load_state_dict(saved)
+            ddp = wrap(model, state, gradient_as_bucket_view=True)
+        (gradient,) = draw([shape], seed=10 * step + rank)
+        given += plain_mean([gradient])[0]
+        received += averages(ddp, [gradient])[0]
+        if step == 8:
+            assert float((received - given).norm() / given.norm()) > 0.1
+    return float((received - given).norm() / given.norm())
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+@pytest.mark.parametrize(("shape", "before", "after"), CONVERTED)
+def test_what_is_owed_follows_the_memory_format(
+    ranks: Pools, shape: Sequence[int], before: str, after: str, loaded: bool
+) -> None:
+    for missing in ranks(2)(converted, shape, before, after, loaded):
+        assert missing < 1e-5
+
+
+def converted_after_wrapping(rank: int, world: int) -> None:
+    """DDP's first buckets then have the old format, its others the new one."""
+    shape = (6, 5, 3, 3)
+
+    def fresh() -> tuple[EDGCState, DistributedDataParallel]:
+        model = Given([shape])
+        state = EDGCState(Scheduled({2: 2, 9: 0}), model=model)
+        ddp = wrap(model, state, gradient_as_bucket_view=True)
+        model.weights[0].data = FORMATS["channels_last"](model.weights[0].data)
+        return state, ddp
+
+    ends = []
+    for stop in (None, 6):
+        state, ddp = fresh()
+        for step in range(9):
+            if step == stop:
+                saved = state.state_dict()
+                state, ddp = fresh()
+                state.load_state_dict(saved)
+            (got,) = averages(ddp, draw([shape], seed=10 * step + rank))
+        ends.append(got)
+    # Columns are added up in another order once.
+    torch.testing.assert_close(*ends)
+
+
+def test_a_model_converted_after_it_was_wrapped_resumes_alike(ranks: Pools) -> None:
+    ranks(2)(converted_after_wrapping)
+
+
+def saved_from_a_hook(rank: int, world: int) -> None:
+    model = Given([(16, 24)] * 4)
+    state = EDGCState(FixedRank(3), model=model)
+    ddp = wrap(model, state, 0.001)
+    told: list[str] = []
+
+    def save(gradient: Tensor) -> None:
+        try:
+            state.state_dict()
+        except RuntimeError as error:
+            told.append(str(error))
+
+    gradients = draw([(16, 24)] * 4, seed=rank)
+    for _ in range(3):
+        averages(ddp, gradients)
+    # The last gradients of a backward are those of the first parameters.
+    handles = [weight.register_hook(save) for weight in model.weights]
+    averages(ddp, gradients)
+    assert told and all("within a backward" in text for text in told)
+    for handle in handles:
+        handle.remove()
+    resumed = EDGCState(FixedRank(3), model=model)
+    resumed.load_state_dict(state.state_dict())
+
+
+def test_half_an_iteration_is_not_saved(ranks: Pools) -> None:
+    ranks(2)(saved_from_a_hook)
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(4))
+        for place, layer in enumerate(self.layers):
+            layer.weight.data = 0.2 * torch.randn(16, 16, generator=seeded(place, 0))
+
+    def forward(self, x: Tensor, skipped: int | None) -> Tensor:
+        for place, layer in enumerate(self.layers):
+            x = x if place == skipped else torch.tanh(layer(x))
+        return x
+
+
+def left_out(rank: int, world: int, skipped: int) -> tuple[int, int, list[str]]:
+    """Steps counted, futures kept, what the log says."""
+    records: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("edgc_ddp").addHandler(handler)
+    try:
+        model = Skipping()
+        state = EDGCState(FixedRank(3), model=model)
+        ddp = wrap(
+            model,
+            state,
+            0.0001,
+            find_unused_parameters=True,
+            skip_all_reduce_unused_params=True,
+        )
+        for step in range(12):
+            # All are used first, so that DDP cuts its buckets again.
+            x = torch.randn(4, 16, generator=seeded(step, rank))
+            ddp(x, skipped if step > 2 else None).square().mean().backward()
+        kept = len(state.engine._lane._submitted)  # type: ignore[union-attr]
+        return int(state.metrics()["step"]), kept, records
+    finally:
+        logging.getLogger("edgc_ddp").removeHandler(handler)
+
+
+@pytest.mark.skipif(
+    "skip_all_reduce_unused_params"
+    not in inspect.signature(DistributedDataParallel.__init__).parameters,
+    reason="this torch has no such option",
+)
+@pytest.mark.parametrize("skipped", range(4))
+def test_buckets_that_ddp_leaves_out(ranks: Pools, skipped: int) -> None:
+    for counted, kept, told in ranks(2)(left_out, skipped):
+        assert kept <= 8
+        if counted < 12:
+            assert len(told) == 1 and "skip_all_reduce_unused_params=True" in told[0]
+        else:
+            assert told == []
+    # The bucket of the first layer is DDP's last.
+    assert (counted == 12) == (skipped != 0)

@@ -387,8 +387,23 @@ def frozen_later(rank: int, world: int) -> None:
         ends.append(model.weights[1].grad.clone())
     assert torch.equal(*ends)
     # Frozen before it is wrapped, DDP leaves it out.
-    with pytest.raises(ValueError, match="'weights.0' that is frozen in this model"):
-        EDGCState(controller=FixedRank(3), model=model).load_state_dict(saved)
+    fresh = Given(SHAPES)
+    fresh.weights[0].requires_grad_(False)
+    again = EDGCState(controller=FixedRank(3), model=fresh)
+    again.load_state_dict(saved)
+    ddp = wrap(fresh, again)
+    for step in range(3):
+        ddp.zero_grad()
+        ddp(draw(SHAPES, seed=10 * step + rank)).backward()
+    assert torch.equal(fresh.weights[1].grad, ends[0])  # type: ignore[arg-type]
+    again.load_state_dict(again.state_dict())
+    fresh.weights[0].requires_grad_(True)
+    for got in averages(wrap(fresh, again), draw(SHAPES, seed=rank)):
+        assert got.any()
+    other = Given([(24, 41), *SHAPES[1:]])
+    other.weights[0].requires_grad_(False)
+    with pytest.raises(ValueError, match="parameter 'weights.0' is matrix"):
+        EDGCState(controller=FixedRank(3), model=other).load_state_dict(saved)
 
 
 def test_a_layer_frozen_after_wrapping_does_not_stop_a_rollback(ranks: Pools) -> None:

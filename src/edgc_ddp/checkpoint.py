@@ -109,6 +109,7 @@ def _pack_slot(slot: Slot) -> dict[str, Any]:
         "rank": slot.rank,
         "residual": _copy(slot.residual),
         "basis": _copy(slot.basis_NR),
+        "axes": None if slot.axes is None else list(slot.axes),
     }
 
 
@@ -119,6 +120,11 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
 def sides_of(entry: Mapping[str, Any]) -> tuple[int, int] | None:
     rows_cols = entry["sides"]
     return (rows_cols[0], rows_cols[1]) if rows_cols else None
+
+
+def axes_of(entry: Mapping[str, Any]) -> tuple[int, ...] | None:
+    # Absent where an earlier version wrote the state.
+    return tuple(entry["axes"]) if entry.get("axes") else None
 
 
 def layout_of(packed: Mapping[str, Any]) -> Layout:
@@ -180,6 +186,7 @@ def unpack(engine: Engine, packed: Mapping[str, Any]) -> None:
         slot = slots.setdefault(name, Slot(name, entry["numel"], sides))
         slot.numel, slot.sides = entry["numel"], sides
         slot.index, slot.rank = index.get(name, -1), entry["rank"]
+        slot.axes, slot.strides = axes_of(entry), None
         slot.residual, slot.basis_NR = _copy(entry["residual"]), _copy(entry["basis"])
         if slot.residual is not None:
             slot.residual = slot.residual.to(engine.memory.residual_dtype)
@@ -290,7 +297,7 @@ def _common(state: Mapping[str, Any]) -> dict[str, Any]:
         "step": progress["step"],
         "ranks": progress["plan"].get("ranks", {}),
         "parameters": {
-            name: (slot["numel"], slot["sides"], slot["rank"])
+            name: (slot["numel"], slot["sides"], slot["rank"], slot.get("axes"))
             for name, slot in state["slots"].items()
         },
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -86,8 +87,10 @@ class Engine:
         if buffer.is_complex():
             # Only the zeros that stand for a rank which has joined come so.
             buffer = torch.view_as_real(buffer).flatten()
-        first, last = bucket.index() == 0, bucket.is_last()
-        if first and not self._was_last and self.registry.goes_on(bucket.parameters()):
+        ended, last = self._was_last, bucket.is_last()
+        # DDP may leave out a bucket that nobody uses (skip_all_reduce_unused_params), be it the first.
+        first = bucket.index() == 0 or ended
+        if first and not ended and self.registry.goes_on(bucket.parameters()):
             # Of a static graph's first iteration DDP may call all buckets its first, and none its last.
             first, self._is_unended = False, True
         self._was_last = last
@@ -97,23 +100,30 @@ class Engine:
             # such a one ranks would begin apart, and count what is owed differently.
             lane.drain()
             self.end_gathered()
-            self.registry.begin_iteration()
+            self.registry.begin_iteration(ended)
             self._resting = self.may_rest
             self._given = self._started = self._finished = 0
         self._given += 1
         # Slots that a checkpoint brought are met with in the first iteration.
         met, closed = bucket.parameters(), self.registry.closed
-        view = Bucket(buffer, self.registry.slots(met, buffer.is_sparse))
+        view = Bucket(buffer, self.registry.slots(met, buffer))
+        turns = self.registry.moved(met, view.slots, buffer)
         if not closed:
             lane.adopt(tensor for slot in view.slots for tensor in slot.tensors())
         if self._resting:
+            for turn in turns:
+                turn()
             return self._average_plainly(buffer, lane, last)
         began = lane.mark() if first else None
-        if first and self.loss_scale is not None:
-            # Read here: on the worker thread it could already be that of the next backward.
-            scale = self.loss_scale
-            return lane.submit(lambda: self._average(view, lane, began, last, scale))
-        return lane.submit(lambda: self._average(view, lane, began, last))
+        # Read here: on the worker thread it could already be that of the next backward.
+        scale = self.loss_scale if first else None
+        return lane.submit(lambda: self._average(view, lane, turns, began, last, scale))
+
+    @property
+    def is_averaging(self) -> bool:
+        """Whether buckets of an iteration have come, and not all of them are averaged."""
+        is_whole = self._was_last and self._started == self._finished == self._given
+        return not (is_whole or self._resting)
 
     def forget_iteration(self) -> None:
         """Another state takes this one's place: what was under way says nothing of it."""
@@ -240,13 +250,16 @@ class Engine:
         self,
         bucket: Bucket,
         lane: Lane,
+        turns: Sequence[Callable[[], None]],
         began: Mark | None,
         last: bool,
-        loss_scale: float | None = None,
+        loss_scale: float | None,
     ) -> Task:
         """One bucket's task. ``began`` is given with the first bucket of an iteration."""
         if began is not None:
             self._begin_iteration(lane, began)
+        for turn in turns:
+            turn()
         if loss_scale is not None:
             self._follow(loss_scale)
         self._started += 1
@@ -320,10 +333,7 @@ class Engine:
         plan, step = self.progress.plan, self.progress.step
         if self.observer is None or plan.sampling is None or not plan.sampling.due(step):
             return None
-        for item in bucket.items(bucket.buffer):
-            if item.slot.index >= 0:
-                grad_MN = item.slot.as_matrix(item.flat)
-                self.observer.sample(item.slot.index, grad_MN, plan, step)
+        self.observer.look(bucket, plan, step)
         return self.observer
 
     def _probe(self, bucket: Bucket) -> None:
@@ -331,9 +341,7 @@ class Engine:
         plan = self.progress.plan
         if self.observer is None or not plan.probe_rank or self.progress.step != plan.until - 1:
             return
-        for item in bucket.items(bucket.buffer):
-            if item.slot.index >= 0:
-                self.observer.probe(item.slot.as_matrix(item.flat))
+        self.observer.probe_all(bucket)
 
     def _decide(self, lane: Lane) -> None:
         """Agree on what was seen, ask the controller, check that all ranks got the same answer."""
@@ -372,15 +380,7 @@ class Engine:
 
     def spans(self) -> list[float]:
         """Seconds that each iteration of this window took to average. Waits for the device."""
-        known = self.observer.spans if self.observer is not None else []
-        seconds: list[float] = []
-        for span in known:
-            if isinstance(span, tuple):
-                assert self._lane is not None
-                seconds.append(self._lane.seconds(*span))
-            else:
-                seconds.append(span)
-        return seconds
+        return [] if self.observer is None else self.observer.seconds(self._lane)
 
     def effective_ranks(self) -> dict[str, int]:
         """The rank in force for every matrix; 0 where it is averaged dense."""

@@ -20,24 +20,25 @@ from edgc_ddp.decisions import MatrixSpec
 from edgc_ddp.maths.orthogonal import extend_basis, random_basis, shrink_basis
 
 
-def stored_shape(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """The shape in which a parameter's gradient lies in DDP's bucket.
+def axes_in_memory(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """A parameter's axes of more than one entry, outermost first, as its gradient lies in DDP's bucket.
 
     DDP lays a gradient out like its parameter, so a ``.t()`` or channels_last weight is permuted
     there; a parameter with gaps or overlaps is laid out plainly.
 
-    >>> stored_shape((3, 5), (1, 3))
-    (5, 3)
-    >>> stored_shape((8, 3, 2, 2), (12, 1, 6, 3))
-    (8, 2, 2, 3)
+    >>> axes_in_memory((3, 5), (1, 3))
+    (1, 0)
+    >>> axes_in_memory((8, 3, 1, 6), (18, 1, 18, 3))
+    (0, 3, 1)
     """
-    order = sorted(range(len(shape)), key=lambda axis: (-strides[axis], axis))
+    plain = [axis for axis, size in enumerate(shape) if size != 1]
+    order = sorted(plain, key=lambda axis: (-strides[axis], axis))
     expected = 1
-    for axis in reversed([axis for axis in order if shape[axis] != 1]):
+    for axis in reversed(order):
         if strides[axis] != expected:
-            return tuple(shape)
+            return tuple(plain)
         expected *= shape[axis]
-    return tuple(shape[axis] for axis in order)
+    return tuple(order)
 
 
 def matrix_shape(stored: Sequence[int]) -> tuple[int, int] | None:
@@ -67,6 +68,10 @@ class Slot:
     """What this rank has failed to send so far, flat, in ``residual_dtype``."""
     basis_NR: Tensor | None = None
     """The last averaged factor Q: where the next power iteration starts."""
+    axes: tuple[int, ...] | None = None
+    """:func:`axes_in_memory` of what is kept; None where an earlier version's checkpoint did not say."""
+    strides: tuple[int, ...] | None = None
+    """The gradient's when it last came; None after a load."""
 
     @property
     def spec(self) -> MatrixSpec | None:
@@ -80,6 +85,27 @@ class Slot:
             self.residual = self.residual.to(device)
         if self.basis_NR is not None:
             self.basis_NR = self.basis_NR.to(device)
+
+    def turn(self, shape: Sequence[int], axes: tuple[int, ...]) -> None:
+        """The parameter, of this shape, has come with its axes in another order: bring to it what is kept.
+
+        >>> slot = Slot("w", 4, (2, 2), residual=torch.arange(4.0), axes=(0, 1))
+        >>> slot.turn((2, 2), (1, 0))
+        >>> slot.residual
+        tensor([0., 2., 1., 3.])
+        """
+        before, self.axes = self.axes, axes
+        assert before is not None
+        sizes, place = [shape[axis] for axis in before], [before.index(axis) for axis in axes]
+        if self.residual is not None:
+            self.residual = self.residual.view(sizes).permute(place).flatten()
+        assert self.sides is not None
+        if self.basis_NR is not None and self.sides[0] <= self.sides[1] and place[0] == 0:
+            rank = self.basis_NR.shape[1]
+            inner = [*(at - 1 for at in place[1:]), len(sizes) - 1]
+            basis = self.basis_NR.reshape(*sizes[1:], rank).permute(inner)
+            self.basis_NR = basis.reshape(-1, rank)
+        # Else its rows are of an axis that stays, or it is a start like any other.
 
     def tensors(self) -> list[Tensor]:
         """What is kept now."""

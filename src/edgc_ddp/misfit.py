@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from edgc_ddp.agreement import check_origin, check_world_size
-from edgc_ddp.checkpoint import VERSION, layout_of, plain_options, progress_of, sides_of, whole
+from edgc_ddp.checkpoint import (
+    VERSION,
+    axes_of,
+    layout_of,
+    plain_options,
+    progress_of,
+    sides_of,
+    whole,
+)
 from edgc_ddp.decisions import Plan, is_count
 from edgc_ddp.engine import Engine
 from edgc_ddp.observer import Observer
@@ -100,6 +108,9 @@ def _check_controller(engine: Engine, packed: Mapping[str, Any]) -> None:
 def _check_slot(name: str, entry: Mapping[str, Any]) -> None:
     residual, basis, rank = entry["residual"], entry["basis"], entry["rank"]
     sides = sides_of(entry)
+    axes = axes_of(entry) or ()
+    if not all(map(is_count, axes)) or len(set(axes)) != len(axes):
+        raise ValueError(f"the axes of {name!r} are {axes!r}")
     if not is_count(rank) or rank > (min(sides) if sides else 0):
         raise ValueError(f"the rank of {name!r} is {rank!r}")
     if residual is not None and residual.shape != (entry["numel"],):
@@ -122,12 +133,10 @@ def _check_model(engine: Engine, slots: Mapping[str, Any], unseen: Sequence[str]
     # DDP has not brought them then. Should it now, the first bucket says so.
     missing = {name for name in unseen if name not in slots and not engine.registry.has_met(name)}
     expected = {name: sizes for name, sizes in expected.items() if name not in missing}
+    # What was frozen in mid-run is kept as it is, and not brought again.
+    frozen = {name: sizes for name, sizes in engine.registry.frozen().items() if name in slots}
+    expected = {**frozen, **expected}
     if odd := sorted(set(expected) ^ set(slots)):
-        if engine.registry.is_frozen(odd[0]):
-            raise ValueError(
-                f"the state has a parameter {odd[0]!r} that is frozen in this model: freeze it after the "
-                "state was loaded and the first iteration is over, or start without the state"
-            )
         where = "the state" if odd[0] in slots else "the model"
         raise ValueError(
             f"the state is of another model: only {where} has a parameter {odd[0]!r}. Load the "

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from edgc_ddp.decisions import Layout, Observation, Plan
 from edgc_ddp.factors import FactorSums
-from edgc_ddp.lane import Mark
+from edgc_ddp.lane import Lane, Mark
 from edgc_ddp.maths.entropy import entropy_under, resolve_estimator
 from edgc_ddp.maths.orthogonal import orthonormalise, random_basis
 from edgc_ddp.maths.placed import aligned
+from edgc_ddp.reducers.bucket import Bucket
 
 _FIELDS = 4  # entropy sum, entropy count, energy before, energy left
 _SPANS = 1000
@@ -81,6 +82,29 @@ class Observer:
         self.spans.append((began, ended))
         # A plan may last for a hundred thousand iterations.
         del self.spans[:-_SPANS]
+
+    def seconds(self, lane: Lane | None) -> list[float]:
+        """What each iteration of the window took. Waits for the device."""
+        seconds: list[float] = []
+        for span in self.spans:
+            if isinstance(span, tuple):
+                assert lane is not None
+                seconds.append(lane.seconds(*span))
+            else:
+                seconds.append(span)
+        return seconds
+
+    def look(self, bucket: Bucket, plan: Plan, step: int) -> None:
+        """Sample each matrix of a bucket."""
+        for item in bucket.items(bucket.buffer):
+            if item.slot.index >= 0:
+                self.sample(item.slot.index, item.slot.as_matrix(item.flat), plan, step)
+
+    def probe_all(self, bucket: Bucket) -> None:
+        """Probe each matrix of a bucket."""
+        for item in bucket.items(bucket.buffer):
+            if item.slot.index >= 0:
+                self.probe(item.slot.as_matrix(item.flat))
 
     def sample(self, index: int, grad_MN: Tensor, plan: Plan, step: int) -> None:
         """Take one matrix's entropy. ``grad_MN`` is this rank's own gradient, before compression:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +13,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from edgc_ddp.decisions import Layout
-from edgc_ddp.memory import ParameterMemory, Slot, matrix_shape, stored_shape
+from edgc_ddp.memory import ParameterMemory, Slot, axes_in_memory, matrix_shape
 
+_LOG = logging.getLogger("edgc_ddp")
+_ODD = 3
 _WRAPPERS = ("module.", "_orig_mod.")
 
 
@@ -27,6 +31,8 @@ class Registry:
         """Whether the slots came from a checkpoint."""
         self.first_buckets: list[int] = []
         """How many parameters each bucket of the first iteration had."""
+        self._broken_off = 0
+        """Backwards in a row that did not come to their last bucket."""
         self._met_now: set[int] = set()
         """Parameters of the buckets of the iteration under way."""
         self._expected_buckets: list[int] = []
@@ -60,7 +66,8 @@ class Registry:
         self.loaded = False
         self.world_size = world_size
         for key, (parameter, slot) in self._by_id.items():
-            fresh = self.memory.slots[slot.name] = Slot(slot.name, slot.numel, slot.sides)
+            fresh = Slot(slot.name, slot.numel, slot.sides, axes=slot.axes, strides=slot.strides)
+            self.memory.slots[slot.name] = fresh
             self._by_id[key] = (parameter, fresh)
 
     def settle(self) -> torch.device | None:
@@ -69,8 +76,17 @@ class Registry:
             slot.move_to(parameter.device)
         return next((parameter.device for parameter, _ in self._by_id.values()), None)
 
-    def begin_iteration(self) -> None:
-        """A backward begins. One before it that was broken off in the first iteration does not count."""
+    def begin_iteration(self, is_next: bool) -> None:
+        """A backward begins; ``is_next`` where the one before came to its last bucket. One that was broken
+        off in the first iteration does not count."""
+        self._broken_off = 0 if is_next else self._broken_off + 1
+        if self._broken_off == _ODD:
+            _LOG.warning(
+                "DDP has called no bucket of the last %d iterations its last, so none of them counts and "
+                "no rank will be decided on: either their backwards raised, or the model is wrapped with "
+                "skip_all_reduce_unused_params=True and does not use its last bucket; leave that out",
+                _ODD,
+            )
         self._met_now.clear()
         if not self.closed:
             self.first_buckets.clear()
@@ -84,12 +100,37 @@ class Registry:
         """How many parameters each bucket of the first iteration had, in this run or the one loaded."""
         return list(self.first_buckets if self.closed else self._expected_buckets)
 
-    def slots(self, parameters: Sequence[Tensor], sparse: bool = False) -> tuple[Slot, ...]:
+    def slots(self, parameters: Sequence[Tensor], buffer: Tensor | None = None) -> tuple[Slot, ...]:
         """The slots of a bucket's parameters, made on first sight."""
         if not self.closed:
             self._note_bucket(len(parameters))
         self._met_now.update(map(id, parameters))
-        return tuple(self._slot(parameter, sparse) for parameter in parameters)
+        return tuple(self._slot(parameter, buffer) for parameter in parameters)
+
+    def moved(
+        self, parameters: Sequence[Tensor], slots: Sequence[Slot], buffer: Tensor
+    ) -> list[Callable[[], None]]:
+        """What turns all that is kept of parameters which lie in this bucket otherwise: converted since to
+        another memory format (channels_last, say), or since the run that wrote the checkpoint."""
+        found: list[Callable[[], None]] = []
+        for parameter, slot in zip(parameters, slots, strict=True):
+            if slot.sides is None or (strides := _strides(parameter, buffer)) == slot.strides:
+                continue
+            slot.strides = strides
+            axes = axes_in_memory(parameter.shape, strides)
+            if slot.axes is None:
+                slot.axes = axes
+            if axes == slot.axes:
+                continue
+            sides = matrix_shape([parameter.shape[axis] for axis in axes])
+            if sides != slot.sides or sorted(axes) != sorted(slot.axes):
+                raise ValueError(
+                    f"parameter {slot.name!r} of shape {tuple(parameter.shape)} lies in memory as matrix "
+                    f"{sides} now, and what is kept of it as {slot.sides}: convert the model "
+                    "(channels_last, say) before the first iteration, or make a new state"
+                )
+            found.append(partial(slot.turn, parameter.shape, axes))
+        return found
 
     def _note_bucket(self, size: int) -> None:
         self.first_buckets.append(size)
@@ -108,19 +149,23 @@ class Registry:
                     "the same model and bucket_cap_mb, or pass model=ddp.module at both times"
                 )
 
-    def _slot(self, parameter: Tensor, sparse: bool) -> Slot:
+    def _slot(self, parameter: Tensor, buffer: Tensor | None) -> Slot:
         known = self._by_id.get(id(parameter))
         if known is not None:
             return known[1]
-        if self.closed:
+        # One that was frozen when the state was loaded, and no longer is, has its place.
+        if self.closed and self._known_name(parameter) not in self.memory.slots:
             raise RuntimeError(
                 "edgc_hook met a parameter that was not there in the first iteration: one EDGCState "
                 "serves one DistributedDataParallel model and the parameters it began with. Make a new "
                 "EDGCState for each model, and after unfreezing layers."
             )
         name = self._name_of(parameter)
+        sides, strides = None, None
         # A sparse gradient has no matrix in the bucket to factorise.
-        sides = None if sparse else _sides(parameter)
+        if buffer is None or not buffer.is_sparse:
+            strides = _strides(parameter, buffer)
+            sides = _sides(parameter, strides)
         slot = self.memory.slots.get(name)
         if slot is None and self.loaded:
             raise ValueError(
@@ -128,7 +173,9 @@ class Registry:
                 "of this model."
             )
         if slot is None:
-            slot = self.memory.slots[name] = Slot(name, _entries(parameter), sides)
+            axes = None if sides is None else axes_in_memory(parameter.shape, strides or ())
+            slot = Slot(name, _entries(parameter), sides, axes=axes, strides=strides)
+            self.memory.slots[name] = slot
         elif (slot.numel, slot.sides) != (_entries(parameter), sides):
             raise ValueError(
                 f"the loaded state is of another model: it has parameter {name!r} as matrix "
@@ -137,6 +184,10 @@ class Registry:
         slot.move_to(parameter.device)
         self._by_id[id(parameter)] = (parameter, slot)
         return slot
+
+    def _known_name(self, parameter: Tensor) -> str | None:
+        named = None if self._names is None else self._names.get(id(parameter))
+        return None if named is None else named[1]
 
     def _name_of(self, parameter: Tensor) -> str:
         if self._names is None:
@@ -155,12 +206,11 @@ class Registry:
             # What was frozen since then is in DDP's buckets still.
             return {slot.name: (slot.numel, slot.sides) for _, slot in self._by_id.values()}
         if self._names is not None:
-            return {
-                name: (_entries(parameter), None if name in self._sparse else _sides(parameter))
-                for parameter, name in self._names.values()
-                if parameter.requires_grad
-            }
+            return {n: self._sizes(p, n) for p, n in self._names.values() if p.requires_grad}
         return None
+
+    def _sizes(self, parameter: Tensor, name: str) -> tuple[int, tuple[int, int] | None]:
+        return _entries(parameter), None if name in self._sparse else _sides(parameter)
 
     def has_met(self, name: str) -> bool:
         """Whether DDP has brought this parameter."""
@@ -177,10 +227,10 @@ class Registry:
             if parameter.requires_grad and id(parameter) not in self._by_id
         ]
 
-    def is_frozen(self, name: str) -> bool:
-        """Whether the model has this parameter and trains it not."""
+    def frozen(self) -> dict[str, tuple[int, tuple[int, int] | None]]:
+        """Entries and matrix sides of the model's parameters that are not trained now, by name."""
         known = () if self._names is None else self._names.values()
-        return any(n == name and not parameter.requires_grad for parameter, n in known)
+        return {n: self._sizes(p, n) for p, n in known if not p.requires_grad}
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy serves another DDP model, whose parameters it has yet to meet; ids mean nothing there.
@@ -190,6 +240,7 @@ class Registry:
             "closed": False,
             "loaded": self.loaded or self.closed,
             "first_buckets": [],
+            "_broken_off": 0,
             "_met_now": set(),
             "_expected_buckets": self.buckets(),
             "_expected_unseen": self.unseen(),
@@ -232,11 +283,22 @@ def _entries(parameter: Tensor) -> int:
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
-def _sides(parameter: Tensor) -> tuple[int, int] | None:
+def _strides(parameter: Tensor, buffer: Tensor | None) -> tuple[int, ...]:
+    """Of its gradient in the bucket, where a parameter that was converted after it had been wrapped lies as
+    it did before. Gradients that are views of the bucket tell."""
+    strides, grad = parameter.stride(), parameter.grad
+    if buffer is None or grad is None or grad.is_sparse or grad.stride() == strides:
+        return strides
+    is_view = grad.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+    return grad.stride() if is_view else strides
+
+
+def _sides(parameter: Tensor, strides: Sequence[int] | None = None) -> tuple[int, int] | None:
     # Complex gradients are always averaged dense.
     if not parameter.dtype.is_floating_point:
         return None
-    return matrix_shape(stored_shape(parameter.shape, parameter.stride()))
+    axes = axes_in_memory(parameter.shape, parameter.stride() if strides is None else strides)
+    return matrix_shape([parameter.shape[axis] for axis in axes])
 
 
 def _bare(model: torch.nn.Module) -> torch.nn.Module:

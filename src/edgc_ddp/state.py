@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from edgc_ddp import checkpoint, misfit
 from edgc_ddp.controllers import EntropyController
@@ -25,9 +26,11 @@ class EDGCState:
 
     Args:
         controller: who decides the ranks; ``EntropyController()`` when None.
-        model: the module that DDP wraps. Gives parameters their names in plans and checkpoints.
-        process_group: the group that DDP averages over; the default group when None. Looked up when
-            the first gradient arrives, so the state may be made before the group exists.
+        model: the module that DDP wraps, or DDP's own. Gives parameters their names in plans and
+            checkpoints.
+        process_group: the group that DDP averages over; when None that of ``model``, if it is DDP's, else
+            the default group, looked up when the first gradient arrives, so the state may be made before
+            the group exists.
         start_iter: iterations averaged dense before any compression, at least 2, since DDP rebuilds
             its buckets after the first.
         wire_dtype: "fp32", "bf16" or "int8", the type that factors travel in.
@@ -77,6 +80,10 @@ class EDGCState:
                 f"process_group={process_group!r}: expected what torch.distributed.new_group(...) gives, "
                 "or None for the default group"
             )
+        if process_group is None and isinstance(model, DistributedDataParallel):
+            # A state of the default group stays without one, and can be pickled.
+            own = model.process_group
+            process_group = None if own is dist.group.WORLD else own
         self.options = Options(
             start_iter=start_iter,
             wire_dtype=wire_dtype,
@@ -126,14 +133,19 @@ class EDGCState:
         """What the loss is multiplied by; None (the default) when it never changes.
 
         With a loss scaler set ``state.loss_scale = scaler.get_scale()`` before the first step and after
-        each ``scaler.update()``: what is still to be sent then follows the scale, and what ranks are decided
-        on is that of the unscaled gradient. Raises ValueError unless it is None or positive.
+        each ``scaler.update()``: what is still to be sent then follows the scale, and ranks are decided
+        on what the unscaled gradient is like. Raises ValueError unless it is None or positive.
         """
         return self.engine.loss_scale
 
     @loss_scale.setter
     def loss_scale(self, scale: float | None) -> None:
-        if scale is not None and not 0 < float(scale) < math.inf:
+        try:
+            text = isinstance(scale, str | bytes | bool)
+            known = scale is None or (not text and 0 < float(scale) < math.inf)
+        except (TypeError, ValueError, RuntimeError):
+            known = False
+        if not known:
             raise ValueError(
                 f"loss_scale={scale!r}: expected a positive number, scaler.get_scale(), or None"
             )
@@ -150,7 +162,16 @@ class EDGCState:
         return tuple(copied(self.engine.progress.history))
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: tensors and plain values. Save one per rank, since residuals differ."""
+        """This rank's state: tensors and plain values. Save one per rank, since residuals differ.
+
+        Raises RuntimeError within a backward, where half of the iteration is in it.
+        """
+        if self.engine.is_averaging and torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "state_dict() was called within a backward (from a signal's handler or a hook, which run "
+                "in it), when some of its buckets are averaged and some are not: have the handler set a "
+                "flag, and save between steps"
+            )
         # Tensors made in inference mode could not be written to when training goes on.
         with torch.inference_mode(False):
             return checkpoint.pack(self.engine, self._world_size(), self._rank())

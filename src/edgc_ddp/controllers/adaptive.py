@@ -262,7 +262,7 @@ class AdaptiveController:
         if self.warmup is None:
             total = self.total_steps
             return window, window if total is None else iterations("warmup", 0.1, total)
-        if self.warmup == 0 and not isinstance(self.warmup, bool):
+        if self.warmup is not False and isinstance(self.warmup, int | float) and self.warmup == 0:
             return window, 0
         return window, iterations("warmup", self.warmup, self.total_steps)
 

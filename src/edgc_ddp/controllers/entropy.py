@@ -104,7 +104,7 @@ class EntropyController:
         check_share("beta", self.beta, remedy="0.25 uses a quarter of the entries")
         if not callable(self.estimator):
             check_choice("estimator", self.estimator, tuple(ESTIMATORS))
-        if self.saving != 0:
+        if not isinstance(self.saving, int | float) or self.saving != 0:
             check_share("saving", self.saving, remedy="or 0, the paper's: as slow as dense")
         check_choice("exponent", self.exponent, (2, 1))
         check_choice("reference", self.reference, ("anchor", "previous"))

@@ -35,7 +35,7 @@ def check_share(option: str, value: object, *, remedy: str) -> None:
 def check_choice(option: str, value: object, choices: Collection[object]) -> None:
     """Raises ValueError unless ``value`` is one of ``choices``."""
     # A bool is a number to Python: True would pass for 1.
-    if isinstance(value, bool) or value not in choices:
+    if isinstance(value, bool) or not isinstance(value, int | float | str) or value not in choices:
         names = ", ".join(repr(choice) for choice in choices)
         raise bad_option(option, value, f"one of {names}", "choose one of them")
 
