@@ -130,8 +130,8 @@ MUTATIONS = (
     Mutation(
         "strides are ignored",
         "memory.py",
-        "    return tuple(shape[axis] for axis in order)",
-        "    return tuple(shape)",
+        "    return tuple(order)",
+        "    return tuple(plain)",
         ("test_engine.py",),
     ),
     Mutation(
@@ -175,6 +175,20 @@ MUTATIONS = (
         "            self.memory.rescale(loss_scale / before)",
         "            pass",
         ("test_reliability_numbers.py",),
+    ),
+    Mutation(
+        "a loss scale is news of the gradient",
+        "engine.py",
+        "            self.observer.loss_scale = loss_scale",
+        "            pass",
+        ("test_reliability_numbers.py",),
+    ),
+    Mutation(
+        "what is kept stays in the old memory format",
+        "engine.py",
+        "            turn()\n        if loss_scale",
+        "            pass\n        if loss_scale",
+        ("test_reliability_resume.py",),
     ),
     Mutation(
         "complex entries are counted once",
