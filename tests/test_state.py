@@ -398,6 +398,7 @@ def frozen_later(rank: int, world: int) -> None:
     assert torch.equal(fresh.weights[1].grad, ends[0])  # type: ignore[arg-type]
     again.load_state_dict(again.state_dict())
     fresh.weights[0].requires_grad_(True)
+    again.load_state_dict(again.state_dict())
     for got in averages(wrap(fresh, again), draw(SHAPES, seed=rank)):
         assert got.any()
     other = Given([(24, 41), *SHAPES[1:]])

@@ -18,9 +18,9 @@ from edgc_ddp.decisions import Layout, MatrixSpec, Plan, Sampling, is_controller
 from edgc_ddp.engine import Engine
 from edgc_ddp.memory import Slot
 from edgc_ddp.observer import Observer
-from edgc_ddp.progress import Progress, copied
+from edgc_ddp.progress import Progress, copied, require_between_steps
 
-VERSION = 2
+VERSION = 3
 
 
 _KEYS = {"version", "controller", "world_size", "layout", "progress", "window", "buckets"}
@@ -38,6 +38,7 @@ def whole(packed: Mapping[str, Any]) -> dict[str, Any]:
 def pack(engine: Engine, world_size: int, rank: int | None) -> dict[str, Any]:
     """This rank's state. Tensors are copies, so training may go on. ``world_size`` 0 and ``rank`` None say
     that they are not known: then those of a state loaded before count, or of when ranks last met."""
+    require_between_steps(engine.is_averaging)
     engine.end_gathered()
     observer, layout = engine.observer, engine.layout
     engine.memory.free_sent()
@@ -123,8 +124,7 @@ def sides_of(entry: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def axes_of(entry: Mapping[str, Any]) -> tuple[int, ...] | None:
-    # Absent where an earlier version wrote the state.
-    return tuple(entry["axes"]) if entry.get("axes") else None
+    return tuple(entry["axes"]) if entry["axes"] else None
 
 
 def layout_of(packed: Mapping[str, Any]) -> Layout:
@@ -204,6 +204,8 @@ def unpack(engine: Engine, packed: Mapping[str, Any]) -> None:
         engine.observer = Observer(layout, device or packed["window"]["sums"].device)
         engine.observer.load_state_dict(packed["window"])
     engine.progress = progress_of(engine, packed)
+    if engine.observer is not None:
+        engine.observer.loss_scale = engine.progress.loss_scale or 1.0
     # That of the coming backward, which may be another than the residuals are under.
     engine.loss_scale = packed.get("loss_scale", engine.progress.loss_scale)
     engine.origin, engine.rank = packed.get("rank"), None
@@ -297,7 +299,7 @@ def _common(state: Mapping[str, Any]) -> dict[str, Any]:
         "step": progress["step"],
         "ranks": progress["plan"].get("ranks", {}),
         "parameters": {
-            name: (slot["numel"], slot["sides"], slot["rank"], slot.get("axes"))
+            name: (slot["numel"], slot["sides"], slot["rank"], slot["axes"])
             for name, slot in state["slots"].items()
         },
     }

@@ -29,7 +29,7 @@ from edgc_ddp.decisions import FOREVER, Controller, Layout, Observation, Plan
 from edgc_ddp.lane import Lane, Mark, Task, TensorFuture, group_in_force, open_lane, payload_bytes
 from edgc_ddp.memory import ParameterMemory
 from edgc_ddp.observer import Observer
-from edgc_ddp.progress import Progress
+from edgc_ddp.progress import Progress, require_between_steps
 from edgc_ddp.reducers.bucket import Bucket, Settings
 from edgc_ddp.reducers.coded import codes, reduce_coded
 from edgc_ddp.reducers.dense import reduce_dense
@@ -68,8 +68,8 @@ class Engine:
         self._began: Mark | None = None
         self._given = self._started = self._finished = 0
         self._last_started = False
-        self._was_last = True
-        """Whether DDP called the bucket before its iteration's last."""
+        self._was_last, self._index = True, -1
+        """Whether DDP called the bucket before its iteration's last, and its place there."""
         self._is_unended = False
         """Whether DDP called no bucket of the iteration under way its last."""
         self.may_rest = False
@@ -88,12 +88,12 @@ class Engine:
             # Only the zeros that stand for a rank which has joined come so.
             buffer = torch.view_as_real(buffer).flatten()
         ended, last = self._was_last, bucket.is_last()
-        # DDP may leave out a bucket that nobody uses (skip_all_reduce_unused_params), be it the first.
-        first = bucket.index() == 0 or ended
-        if first and not ended and self.registry.goes_on(bucket.parameters()):
+        # DDP may leave out buckets that nobody uses (skip_all_reduce_unused_params), be it the first.
+        first, again = ended or bucket.index() <= self._index, bucket.index() == self._index
+        if again and not ended and self.registry.goes_on(bucket.parameters()):
             # Of a static graph's first iteration DDP may call all buckets its first, and none its last.
             first, self._is_unended = False, True
-        self._was_last = last
+        self._was_last, self._index = last, bucket.index()
         lane = self._lane_for(buffer.device, first)
         if first:
             # DDP has waited for the last iteration's buckets, unless its backward raised: behind those of
@@ -105,18 +105,17 @@ class Engine:
             self._given = self._started = self._finished = 0
         self._given += 1
         # Slots that a checkpoint brought are met with in the first iteration.
-        met, closed = bucket.parameters(), self.registry.closed
+        met, known = bucket.parameters(), self.registry.known
         view = Bucket(buffer, self.registry.slots(met, buffer))
         turns = self.registry.moved(met, view.slots, buffer)
-        if not closed:
+        if self.registry.known > known:
             lane.adopt(tensor for slot in view.slots for tensor in slot.tensors())
         if self._resting:
             for turn in turns:
                 turn()
             return self._average_plainly(buffer, lane, last)
-        began = lane.mark() if first else None
-        # Read here: on the worker thread it could already be that of the next backward.
-        scale = self.loss_scale if first else None
+        # The scale is read here: on the worker thread it could already be that of the next backward.
+        began, scale = (lane.mark(), self.loss_scale) if first else (None, None)
         return lane.submit(lambda: self._average(view, lane, turns, began, last, scale))
 
     @property
@@ -185,7 +184,7 @@ class Engine:
         if self.loss_scale is not None:
             self.progress.loss_scale = self.loss_scale
         self.progress.step += 1
-        self.registry.closed = True
+        self.registry.end_iteration()
 
     def close(self) -> None:
         """Stop the worker thread. The state stays whole; the next hook call starts another thread."""
@@ -219,6 +218,7 @@ class Engine:
 
     def _portable(self) -> dict[str, Any]:
         """Everything but the lane, which a copy opens for itself."""
+        require_between_steps(self.is_averaging)
         self.end_gathered()
         observer = copy.copy(self.observer)
         if observer is not None:
@@ -294,12 +294,14 @@ class Engine:
         return self._mean_rank > 0 and small and bucket.buffer.numel() > 0
 
     def _begin_iteration(self, lane: Lane, began: Mark) -> None:
-        self._began = began
         self._started = self._finished = 0
         self._last_started = False
         self.memory.free_sent()
         if self.progress.step >= self.progress.plan.until:
             self._decide(lane)
+            # Deciding is no part of averaging, whose time it would decide on.
+            began = lane.mark()
+        self._began = began
         self.may_rest = self._rests()
         if self._ranked is not self.progress.plan:
             self._ranked, self._mean_rank = self.progress.plan, self.mean_rank()
@@ -324,7 +326,7 @@ class Engine:
             progress.rank_sum += self._mean_rank
             progress.compressed_steps += 1
         progress.step += 1
-        self.registry.closed = True
+        self.registry.end_iteration()
         progress.sent_bytes += lane.sent_bytes
         lane.sent_bytes = 0.0
 

@@ -71,7 +71,9 @@ class Slot:
     axes: tuple[int, ...] | None = None
     """:func:`axes_in_memory` of what is kept; None where an earlier version's checkpoint did not say."""
     strides: tuple[int, ...] | None = None
-    """The gradient's when it last came; None after a load."""
+    """The gradient's in its bucket, when it last came in that order of axes; None after a load."""
+    viewed: int | None = None
+    """Where the bucket lies in which a gradient, as its view, had them and the parameter others."""
 
     @property
     def spec(self) -> MatrixSpec | None:
@@ -86,7 +88,9 @@ class Slot:
         if self.basis_NR is not None:
             self.basis_NR = self.basis_NR.to(device)
 
-    def turn(self, shape: Sequence[int], axes: tuple[int, ...]) -> None:
+    def turn(
+        self, shape: Sequence[int], axes: tuple[int, ...], strides: tuple[int, ...] | None = None
+    ) -> None:
         """The parameter, of this shape, has come with its axes in another order: bring to it what is kept.
 
         >>> slot = Slot("w", 4, (2, 2), residual=torch.arange(4.0), axes=(0, 1))
@@ -94,7 +98,7 @@ class Slot:
         >>> slot.residual
         tensor([0., 2., 1., 3.])
         """
-        before, self.axes = self.axes, axes
+        before, self.axes, self.strides = self.axes, axes, strides
         assert before is not None
         sizes, place = [shape[axis] for axis in before], [before.index(axis) for axis in axes]
         if self.residual is not None:

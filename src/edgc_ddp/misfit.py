@@ -45,7 +45,8 @@ def check(engine: Engine, packed: Mapping[str, Any], world_size: int, rank: int 
             _check_slot(name, entry)
     if packed["slots"]:
         _check_model(engine, packed["slots"], packed.get("unseen", ()))
-        engine.registry.check_buckets(packed["buckets"])
+        if engine.registry.closed:
+            engine.registry.check_buckets(packed["buckets"], engine.registry.first_buckets)
     _check_feedback(engine, packed["slots"])
     with _damage("progress"):
         progress = progress_of(engine, packed)
@@ -133,9 +134,9 @@ def _check_model(engine: Engine, slots: Mapping[str, Any], unseen: Sequence[str]
     # DDP has not brought them then. Should it now, the first bucket says so.
     missing = {name for name in unseen if name not in slots and not engine.registry.has_met(name)}
     expected = {name: sizes for name, sizes in expected.items() if name not in missing}
-    # What was frozen in mid-run is kept as it is, and not brought again.
-    frozen = {name: sizes for name, sizes in engine.registry.frozen().items() if name in slots}
-    expected = {**frozen, **expected}
+    # What was frozen in mid-run is kept as it is, and not brought again until it is unfrozen.
+    kept = {name: sizes for name, sizes in engine.registry.named().items() if name in slots}
+    expected = {**kept, **expected}
     if odd := sorted(set(expected) ^ set(slots)):
         where = "the state" if odd[0] in slots else "the model"
         raise ValueError(

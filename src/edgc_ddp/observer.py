@@ -123,7 +123,8 @@ class Observer:
 
         With orthonormal P the residual's energy is their difference, so no pass over it is needed.
         """
-        before, sent = before / self.loss_scale**2, sent / self.loss_scale**2
+        # Twice: the square of a large scale is beyond single precision.
+        before, sent = (x / self.loss_scale / self.loss_scale for x in (before, sent))
         self.factors.whole(index, before)
         known = torch.isfinite(before) & torch.isfinite(sent)
         self.sums[index, 2] += torch.where(known, before, 0.0)
@@ -149,11 +150,10 @@ class Observer:
         generator = torch.Generator(average_MN.device).manual_seed(cols)
         q_NR = random_basis(cols, rank, generator).to(average_MN.dtype)
         p_MR = orthonormalise(average_MN @ q_NR)
-        scaled = self.loss_scale**2
-        energy_R = (average_MN.t() @ p_MR).square().sum(0) / scaled
+        energy_R = (average_MN.t() @ p_MR / self.loss_scale).square().sum(0)
         # A running sum as a product: CUDA has no deterministic one of floats.
         captured_R = energy_R.new_ones(rank, rank).tril() @ energy_R
-        total = average_MN.square().sum() / scaled
+        total = (torch.linalg.vector_norm(average_MN) / self.loss_scale).square()
         self.curve[0] += total
         self.curve[1 : rank + 1] += (total - captured_R).clamp(min=0)
         self.curve[rank + 1 :] += (total - captured_R[-1]).clamp(min=0)

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from edgc_ddp.decisions import Plan, State
 
 _LOG = logging.getLogger("edgc_ddp")
@@ -29,6 +31,16 @@ def copied(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 known[key] = dict(row["ranks"])
             row["ranks"] = known[key]
     return rows
+
+
+def require_between_steps(is_averaging: bool) -> None:
+    """Raise RuntimeError within a backward some of whose buckets are averaged and some are not."""
+    if is_averaging and torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            "the state was to be saved or copied within a backward (by a signal's handler or a hook, "
+            "which run in it), when some of its buckets are averaged and some are not: have the handler "
+            "set a flag, and save between steps"
+        )
 
 
 @dataclass

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -91,6 +92,17 @@ class Registry:
         if not self.closed:
             self.first_buckets.clear()
 
+    def end_iteration(self) -> None:
+        """All buckets came. Raises ValueError where a loaded state's run had others, without names."""
+        if not self.closed:
+            self.check_buckets(self._expected_buckets, self.first_buckets)
+            self.closed = True
+
+    @property
+    def known(self) -> int:
+        """How many parameters were met."""
+        return len(self._by_id)
+
     def goes_on(self, parameters: Sequence[Tensor]) -> bool:
         """Whether a bucket goes on with the iteration under way, though DDP calls it the first one: then
         others were before it, and its parameters are not among theirs."""
@@ -114,39 +126,40 @@ class Registry:
         another memory format (channels_last, say), or since the run that wrote the checkpoint."""
         found: list[Callable[[], None]] = []
         for parameter, slot in zip(parameters, slots, strict=True):
-            if slot.sides is None or (strides := _strides(parameter, buffer)) == slot.strides:
+            if slot.sides is None or (strides := _strides(parameter, buffer, slot)) == slot.strides:
                 continue
-            slot.strides = strides
             axes = axes_in_memory(parameter.shape, strides)
-            if slot.axes is None:
-                slot.axes = axes
             if axes == slot.axes:
+                slot.strides = strides
                 continue
             sides = matrix_shape([parameter.shape[axis] for axis in axes])
-            if sides != slot.sides or sorted(axes) != sorted(slot.axes):
+            if slot.axes is None or sides != slot.sides or sorted(axes) != sorted(slot.axes):
                 raise ValueError(
                     f"parameter {slot.name!r} of shape {tuple(parameter.shape)} lies in memory as matrix "
                     f"{sides} now, and what is kept of it as {slot.sides}: convert the model "
                     "(channels_last, say) before the first iteration, or make a new state"
                 )
-            found.append(partial(slot.turn, parameter.shape, axes))
+            # Noted as done when it is: an error may come before.
+            found.append(partial(slot.turn, parameter.shape, axes, strides))
         return found
 
     def _note_bucket(self, size: int) -> None:
         self.first_buckets.append(size)
-        self.check_buckets(self._expected_buckets[: len(self.first_buckets)])
+        place = len(self.first_buckets)
+        self.check_buckets(self._expected_buckets[:place], self.first_buckets[:place])
 
-    def check_buckets(self, theirs: Sequence[int]) -> None:
-        """Raise ValueError where a checkpoint's run had other first buckets than this one so far: without
-        names, the order of arrival must be that of the run which wrote it."""
-        if self._names is not None:
+    def check_buckets(self, theirs: Sequence[int], mine: Sequence[int]) -> None:
+        """Raise ValueError where a checkpoint's run had other first buckets than this one: without names,
+        the order of arrival must be that of the run which wrote it. Of none, nothing is known."""
+        if self._names is not None or not theirs or not mine:
             return
-        for place, (there, here) in enumerate(zip(theirs, self.first_buckets, strict=False)):
+        for place, (there, here) in enumerate(zip_longest(theirs, mine, fillvalue=0)):
             if there != here:
                 raise ValueError(
                     "the loaded state was written without model= and knows parameters by the buckets they "
                     f"first came in, but bucket {place} held {there} parameters there and {here} here: use "
-                    "the same model and bucket_cap_mb, or pass model=ddp.module at both times"
+                    "the same model, bucket_cap_mb and frozen parameters, or pass model=ddp.module at both "
+                    "times"
                 )
 
     def _slot(self, parameter: Tensor, buffer: Tensor | None) -> Slot:
@@ -164,7 +177,7 @@ class Registry:
         sides, strides = None, None
         # A sparse gradient has no matrix in the bucket to factorise.
         if buffer is None or not buffer.is_sparse:
-            strides = _strides(parameter, buffer)
+            strides = _strides(parameter, buffer, None)
             sides = _sides(parameter, strides)
         slot = self.memory.slots.get(name)
         if slot is None and self.loaded:
@@ -227,10 +240,10 @@ class Registry:
             if parameter.requires_grad and id(parameter) not in self._by_id
         ]
 
-    def frozen(self) -> dict[str, tuple[int, tuple[int, int] | None]]:
-        """Entries and matrix sides of the model's parameters that are not trained now, by name."""
+    def named(self) -> dict[str, tuple[int, tuple[int, int] | None]]:
+        """Entries and matrix sides of all the model's parameters, trained or not, by name."""
         known = () if self._names is None else self._names.values()
-        return {n: self._sizes(p, n) for p, n in known if not p.requires_grad}
+        return {n: self._sizes(p, n) for p, n in known}
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy serves another DDP model, whose parameters it has yet to meet; ids mean nothing there.
@@ -283,14 +296,22 @@ def _entries(parameter: Tensor) -> int:
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
-def _strides(parameter: Tensor, buffer: Tensor | None) -> tuple[int, ...]:
+def _strides(parameter: Tensor, buffer: Tensor | None, slot: Slot | None) -> tuple[int, ...]:
     """Of its gradient in the bucket, where a parameter that was converted after it had been wrapped lies as
-    it did before. Gradients that are views of the bucket tell."""
+    it did before. Gradients that are views of the bucket tell, and hold for as long as the bucket lives: a
+    rank that has no gradient now must not see another layout than the others."""
     strides, grad = parameter.stride(), parameter.grad
-    if buffer is None or grad is None or grad.is_sparse or grad.stride() == strides:
+    moved = grad is not None and not grad.is_sparse and grad.stride() != strides
+    if buffer is None or not (moved or (slot is not None and slot.viewed is not None)):
         return strides
-    is_view = grad.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
-    return grad.stride() if is_view else strides
+    bucket = buffer.untyped_storage().data_ptr()
+    if moved and grad is not None and grad.untyped_storage().data_ptr() == bucket:
+        if slot is not None:
+            slot.viewed = bucket
+        return grad.stride()
+    if slot is not None and slot.viewed == bucket and slot.strides is not None:
+        return slot.strides
+    return strides
 
 
 def _sides(parameter: Tensor, strides: Sequence[int] | None = None) -> tuple[int, int] | None:

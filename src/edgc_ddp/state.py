@@ -143,7 +143,7 @@ class EDGCState:
         try:
             text = isinstance(scale, str | bytes | bool)
             known = scale is None or (not text and 0 < float(scale) < math.inf)
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError, RuntimeError, OverflowError):
             known = False
         if not known:
             raise ValueError(
@@ -166,12 +166,6 @@ class EDGCState:
 
         Raises RuntimeError within a backward, where half of the iteration is in it.
         """
-        if self.engine.is_averaging and torch._C._current_graph_task_id() != -1:
-            raise RuntimeError(
-                "state_dict() was called within a backward (from a signal's handler or a hook, which run "
-                "in it), when some of its buckets are averaged and some are not: have the handler set a "
-                "flag, and save between steps"
-            )
         # Tensors made in inference mode could not be written to when training goes on.
         with torch.inference_mode(False):
             return checkpoint.pack(self.engine, self._world_size(), self._rank())

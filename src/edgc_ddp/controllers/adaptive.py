@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 from edgc_ddp.controllers.bounds import error_at
 from edgc_ddp.controllers.options import (
@@ -240,10 +241,10 @@ class AdaptiveController:
     def _own_cost(self, matrix: MatrixSpec) -> float:
         assert self.cost is not None
         cost = self.cost(matrix)
-        if not isinstance(cost, int | float) or not 0 < cost < math.inf:
+        if not isinstance(cost, Real) or isinstance(cost, bool) or not 0 < cost < math.inf:
             expected = "a finite number above 0"
             raise bad_option(f"cost({matrix.name!r})", cost, expected, "leave cost out")
-        return cost
+        return float(cost)
 
     def _share(self, layout: Layout, ranks: Mapping[str, int]) -> float:
         return sum(ranks[m.name] * _sides(m) for m in layout.matrices) / max(1, layout.numel)

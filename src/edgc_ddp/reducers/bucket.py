@@ -52,12 +52,15 @@ class Settings:
 
     def bounded(self, layout: Layout) -> Layout:
         """With the highest rank at which each matrix is compressed, 0 where none is."""
-        ranks = (
-            next((r for r in range(m.rows, 0, -1) if self._saves((m.rows, m.cols), r)), 0)
-            for m in layout.matrices
-        )
-        known = (replace(m, highest=r) for m, r in zip(layout.matrices, ranks, strict=True))
+        known = (replace(m, highest=self._highest((m.rows, m.cols))) for m in layout.matrices)
         return replace(layout, matrices=tuple(known))
+
+    def _highest(self, sides: tuple[int, int]) -> int:
+        low, high = 0, min(sides)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._saves(sides, middle) else (low, middle - 1)
+        return low
 
     def _saves(self, sides: tuple[int, int], rank: int) -> bool:
         entry, column, beside = self.wire_dtype.itemsize, 0, self.wire_dtype.itemsize
