@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from edgc_ddp.decisions import Controller, Layout, Plan, Sampling, is_count
+from edgc_ddp.decisions import FOREVER, Controller, Layout, Plan, Sampling, is_count
 from edgc_ddp.lane import Lane
 from edgc_ddp.maths.entropy import resolve_estimator
 from edgc_ddp.maths.orthogonal import orthonormalise
@@ -83,8 +83,8 @@ def require_equal_plans(lane: Lane, plan: Plan) -> None:
         plan.digest(),
         lambda: _described(plan),
         "the ranks decided on different plans",
-        "A controller must decide from its arguments alone: no random numbers, clocks, or values that "
-        "differ between ranks.",
+        "Give the controller the same options on all ranks. One of your own must decide from its arguments "
+        "alone: no random numbers, clocks, or values that differ between ranks.",
     )
 
 
@@ -151,4 +151,5 @@ def _check_sampling(sampling: Sampling) -> None:
 
 def _described(plan: Plan) -> str:
     ranks = ", ".join(f"{name}: {rank}" for name, rank in plan.ranks.items())
-    return f"<{plan.phase} until {plan.until}, ranks {{{ranks}}}>"
+    until = "for good" if plan.until >= FOREVER else f"until {plan.until}"
+    return f"<{plan.phase} {until}, ranks {{{ranks}}}>"

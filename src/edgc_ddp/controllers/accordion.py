@@ -82,7 +82,8 @@ class Accordion:
         window = iterations("window", self.window, self.total_steps)
         reason = f"{critical} of {compared} norms changed by {self.threshold:.0%} or more"
         if not compared:
-            reason = "no two norms to compare: ranks kept"
+            kept = "ranks kept" if observation is not None else f"start at rank {self.high}"
+            reason = f"no two norms to compare: {kept}"
         return {**state, "ranks": ranks, "norms": norms}, Plan(
             ranks=ranks,
             phase="compress",

@@ -125,6 +125,8 @@ class LGreco:
     ) -> tuple[State, Plan]:
         seen = Observation(steps=0) if observation is None else observation
         ranks, reason = self._solve(state, seen)
+        if observation is None:
+            reason = f"start at rank {self.rank}"
         window = iterations("window", self.window, self.total_steps)
         return {**state, "ranks": ranks}, Plan(
             ranks=dict(ranks),

@@ -7,8 +7,9 @@ alike; medians are taken per rank and averaged over ranks, so that all ranks hol
 from __future__ import annotations
 
 import copy
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import median, quantiles
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
 
 from edgc_ddp import EDGCState, edgc_hook
 from edgc_ddp.controllers import FixedRank
@@ -119,7 +121,11 @@ def _facts(job: Job, bench: Bench) -> Facts:
         backward_s=times.backward_s,
         all_reduces=bench.all_reduces(),
         wire=job.wire,
-        costs=tuple(bench.cost(rank, wire) for wire in DTYPES for rank in ranks),
+        costs=tuple(
+            bench.cost(ranks[nth], wire)
+            for wire in DTYPES
+            for nth in _shown(len(ranks), f"compressor, {wire}")
+        ),
         averages=bench.averages([0, *ranks], job.wire),
         steps=times.steps,
     )
@@ -207,7 +213,7 @@ class Bench:
             for contestant in contestants:
                 for _ in range(_WARM_UP_STEPS):
                     contestant.step(self.loss)
-            for turn in range(-(-steps // block)):
+            for turn in _shown(-(-steps // block), f"steps of {len(wanted)} settings"):
                 # Each order is followed by itself backwards, or a drift would favour the first.
                 for place in range(len(wanted))[:: 1 if turn % 2 else -1]:
                     step = partial(contestants[place].step, self.loss)
@@ -247,6 +253,14 @@ class Times:
     forward_s: float
     backward_s: float
     steps: tuple[Step, ...]
+
+
+def _shown(count: int, what: str) -> Iterable[int]:
+    """A bar on rank 0, since minutes may pass."""
+    shown = dist.get_rank() == 0
+    name = f"edgc_ddp.doctor: {what}"
+    bar: Iterable[int] = tqdm(range(count), desc=name, disable=not shown, file=sys.stderr)
+    return bar
 
 
 def _quarters(seconds: list[float]) -> list[float]:

@@ -152,7 +152,11 @@ def find(given: str) -> Path:
     for root in (path / "checkpoints", path):
         if found := complete(root):
             return found[-1]
-    exists = "has no finished checkpoint" if path.exists() else "does not exist"
+    exists = "does not exist"
+    if path.exists():
+        exists = (
+            "has no finished checkpoint (the first one is written at step train.checkpoint_every)"
+        )
     raise ValueError(
         f"train.resume={given}: {exists}; give a run folder or one of its checkpoints/step-* folders"
     )
