@@ -313,7 +313,9 @@ def test_a_loss_scale_that_moves_is_no_news_of_the_gradient(
         for what, values in expected.items():
             if isinstance(values, dict):
                 for name, value in values.items():
-                    assert seen[what][name] == pytest.approx(value, rel=1e-5, abs=0, nan_ok=True), what
+                    assert seen[what][name] == pytest.approx(value, rel=1e-5, abs=0, nan_ok=True), (
+                        what
+                    )
             else:
                 assert seen[what] == pytest.approx(values, rel=1e-5, abs=0, nan_ok=True), what
     first, last = moving[0][0], moving[0][-1]

@@ -180,6 +180,8 @@ def test_another_world_size_keeps_what_is_still_to_be_sent(ranks: Pools) -> None
     for nothing in ({}, 1):
         with pytest.raises(ValueError, match="this is no EDGCState.state_dict"):
             merge([nothing], world_size=1)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="the state has version 2, this edgc_ddp reads 3"):
+        merge([{**answers[0][0], "version": 2}, answers[1][0]], world_size=1)
     with pytest.raises(ValueError, match=r"one state of each rank, got those of ranks \[0, 0\]"):
         merge([answers[0][0]] * 2, world_size=3)
     for size in (0, -1, 2.5, "3"):

@@ -28,10 +28,15 @@ _KEYS = {"version", "controller", "world_size", "layout", "progress", "window", 
 
 def whole(packed: Mapping[str, Any]) -> dict[str, Any]:
     """With what torch's distributed checkpoints leave out: they keep no empty dictionary. Raises ValueError
-    for what is no state."""
+    for what is no state of this version."""
     if not isinstance(packed, Mapping) or (missing := _KEYS - set(packed)):
         what = f"lacks {sorted(missing)}" if isinstance(packed, Mapping) else "is no dictionary"
         raise ValueError(f"this is no EDGCState.state_dict(): it {what}")
+    if packed["version"] != VERSION:
+        raise ValueError(
+            f"the state has version {packed['version']!r}, this edgc_ddp reads {VERSION}: load it with "
+            "the edgc_ddp that wrote it"
+        )
     return {"slots": {}, **packed}
 
 

@@ -11,7 +11,6 @@ import torch
 
 from edgc_ddp.agreement import check_origin, check_world_size
 from edgc_ddp.checkpoint import (
-    VERSION,
     axes_of,
     layout_of,
     plain_options,
@@ -29,11 +28,6 @@ def check(engine: Engine, packed: Mapping[str, Any], world_size: int, rank: int 
     """Raise ValueError unless ``packed`` is a whole state of this model, controller, ``world_size`` and
     ``rank`` (0 and None = not known yet)."""
     packed = whole(packed)
-    if packed["version"] != VERSION:
-        raise ValueError(
-            f"the state has version {packed['version']!r}, this edgc_ddp reads {VERSION}: load it with "
-            "the edgc_ddp that wrote it"
-        )
     with _damage("origin"):
         _check_origin(packed)
     _check_controller(engine, packed)
