@@ -24,12 +24,14 @@ from edgc_ddp.controllers import AdaptiveController, FixedRank, Scheduled
 Pools = Callable[[int], Ranks]
 
 
+ALTERNATING = (torch.float32, torch.float64, torch.float32, torch.float64)
+
+
 class TwoTypes(nn.Module):
     """With several types DDP has several buckets from the first iteration on."""
 
-    def __init__(self) -> None:
+    def __init__(self, types: Sequence[torch.dtype] = ALTERNATING) -> None:
         super().__init__()
-        types = (torch.float32, torch.float64, torch.float32, torch.float64)
         self.weights = nn.ParameterList(
             nn.Parameter(0.2 * torch.randn(16, 16, generator=seeded(place, 0)).to(dtype))
             for place, dtype in enumerate(types)
@@ -568,3 +570,18 @@ def test_buckets_that_ddp_leaves_out(
         assert kept <= 8 and counted == steps
         assert len(told) == warnings
         assert all("skip_all_reduce_unused_params=True" in text for text in told)
+
+
+def other_buckets_after_one_iteration(rank: int, world: int, static_graph: bool) -> None:
+    saved = EDGCState(FixedRank(2))
+    other = TwoTypes((torch.float32, torch.float32, torch.float32, torch.float64))
+    trained(other, saved, rank, range(4), static_graph=static_graph)
+    state = EDGCState(FixedRank(2))
+    trained(TwoTypes(), state, rank, range(1), static_graph=static_graph)
+    with pytest.raises(ValueError, match="bucket . held . parameters there and . here"):
+        state.load_state_dict(saved.state_dict())
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_one_iteration_is_enough_to_know_the_buckets(ranks: Pools, static_graph: bool) -> None:
+    ranks(2)(other_buckets_after_one_iteration, static_graph)

@@ -196,7 +196,7 @@ def unpack(engine: Engine, packed: Mapping[str, Any]) -> None:
         if slot.residual is not None:
             slot.residual = slot.residual.to(engine.memory.residual_dtype)
     if slots:
-        # Absent where an earlier version wrote the state.
+        # Torch's distributed checkpoints keep no empty list.
         unseen = packed.get("unseen", [])
         engine.registry.expect(packed["buckets"], unseen, packed["world_size"])
     else:

@@ -104,6 +104,7 @@ class Engine:
             self._resting = self.may_rest
             self._given = self._started = self._finished = 0
         self._given += 1
+        self._is_unended &= not last
         # Slots that a checkpoint brought are met with in the first iteration.
         met, known = bucket.parameters(), self.registry.known
         view = Bucket(buffer, self.registry.slots(met, buffer))

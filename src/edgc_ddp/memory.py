@@ -69,7 +69,7 @@ class Slot:
     basis_NR: Tensor | None = None
     """The last averaged factor Q: where the next power iteration starts."""
     axes: tuple[int, ...] | None = None
-    """:func:`axes_in_memory` of what is kept; None where an earlier version's checkpoint did not say."""
+    """:func:`axes_in_memory` of what is kept; None for what is no matrix."""
     strides: tuple[int, ...] | None = None
     """The gradient's in its bucket, when it last came in that order of axes; None after a load."""
     viewed: int | None = None

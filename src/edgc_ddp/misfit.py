@@ -90,7 +90,7 @@ def _check_controller(engine: Engine, packed: Mapping[str, Any]) -> None:
             f"the state was written under controller {packed['controller']}, this run has {mine}: use "
             "the same controller, or start without the state"
         )
-    # Absent where an earlier version wrote the state, or a controller has none.
+    # Empty, or absent from a distributed checkpoint, where a controller has none.
     theirs, here = packed.get("options") or {}, plain_options(engine.controller)
     for name, text in theirs.items():
         if here.get(name) != text:

@@ -65,6 +65,7 @@ class Registry:
         """A checkpoint was written before the first gradient came: parameters that were met keep their
         names and nothing else."""
         self.loaded = False
+        self._expected_buckets, self._expected_unseen = [], []
         self.world_size = world_size
         for key, (parameter, slot) in self._by_id.items():
             fresh = Slot(slot.name, slot.numel, slot.sides, axes=slot.axes, strides=slot.strides)
@@ -305,9 +306,9 @@ def _strides(parameter: Tensor, buffer: Tensor | None, slot: Slot | None) -> tup
     if buffer is None or not (moved or (slot is not None and slot.viewed is not None)):
         return strides
     bucket = buffer.untyped_storage().data_ptr()
-    if moved and grad is not None and grad.untyped_storage().data_ptr() == bucket:
+    if grad is not None and not grad.is_sparse and grad.untyped_storage().data_ptr() == bucket:
         if slot is not None:
-            slot.viewed = bucket
+            slot.viewed = bucket if moved else None
         return grad.stride()
     if slot is not None and slot.viewed == bucket and slot.strides is not None:
         return slot.strides

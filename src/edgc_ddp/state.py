@@ -178,6 +178,7 @@ class EDGCState:
                 ``total_steps``) or world size. Nothing was changed.
         """
         with torch.inference_mode(False):
+            self.engine.end_gathered()
             misfit.check(self.engine, state_dict, self._world_size(), self._rank())
             checkpoint.unpack(self.engine, state_dict)
 
