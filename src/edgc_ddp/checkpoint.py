@@ -21,8 +21,6 @@ from edgc_ddp.observer import Observer
 from edgc_ddp.progress import Progress, copied, require_between_steps
 
 VERSION = 3
-
-
 _KEYS = {"version", "controller", "world_size", "layout", "progress", "window", "buckets"}
 
 

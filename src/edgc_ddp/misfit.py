@@ -10,14 +10,7 @@ from typing import Any
 import torch
 
 from edgc_ddp.agreement import check_origin, check_world_size
-from edgc_ddp.checkpoint import (
-    axes_of,
-    layout_of,
-    plain_options,
-    progress_of,
-    sides_of,
-    whole,
-)
+from edgc_ddp.checkpoint import axes_of, layout_of, plain_options, progress_of, sides_of, whole
 from edgc_ddp.decisions import Plan, is_count
 from edgc_ddp.engine import Engine
 from edgc_ddp.observer import Observer

@@ -133,7 +133,7 @@ class Registry:
             if axes == slot.axes:
                 slot.strides = strides
                 continue
-            sides = matrix_shape([parameter.shape[axis] for axis in axes])
+            sides = _sides(parameter, axes)
             if slot.axes is None or sides != slot.sides or sorted(axes) != sorted(slot.axes):
                 raise ValueError(
                     f"parameter {slot.name!r} of shape {tuple(parameter.shape)} lies in memory as matrix "
@@ -175,11 +175,12 @@ class Registry:
                 "EDGCState for each model, and after unfreezing layers."
             )
         name = self._name_of(parameter)
-        sides, strides = None, None
+        sides, strides, axes = None, None, None
         # A sparse gradient has no matrix in the bucket to factorise.
         if buffer is None or not buffer.is_sparse:
             strides = _strides(parameter, buffer, None)
-            sides = _sides(parameter, strides)
+            axes = axes_in_memory(parameter.shape, strides)
+            sides = _sides(parameter, axes)
         slot = self.memory.slots.get(name)
         if slot is None and self.loaded:
             raise ValueError(
@@ -187,7 +188,7 @@ class Registry:
                 "of this model."
             )
         if slot is None:
-            axes = None if sides is None else axes_in_memory(parameter.shape, strides or ())
+            axes = None if sides is None else axes
             slot = Slot(name, _entries(parameter), sides, axes=axes, strides=strides)
             self.memory.slots[name] = slot
         elif (slot.numel, slot.sides) != (_entries(parameter), sides):
@@ -315,11 +316,12 @@ def _strides(parameter: Tensor, buffer: Tensor | None, slot: Slot | None) -> tup
     return strides
 
 
-def _sides(parameter: Tensor, strides: Sequence[int] | None = None) -> tuple[int, int] | None:
+def _sides(parameter: Tensor, axes: Sequence[int] | None = None) -> tuple[int, int] | None:
     # Complex gradients are always averaged dense.
     if not parameter.dtype.is_floating_point:
         return None
-    axes = axes_in_memory(parameter.shape, parameter.stride() if strides is None else strides)
+    if axes is None:
+        axes = axes_in_memory(parameter.shape, parameter.stride())
     return matrix_shape([parameter.shape[axis] for axis in axes])
 
 
